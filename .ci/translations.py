@@ -112,16 +112,15 @@ def texts_in_data() -> set[str]:
     texts |= {"mean", "longest", "over", *watch.STATES.values()}
     judged = comparison.TEXTS
     texts |= {text for case in judged["cases"].values() for text in case.values() if text}
-    texts |= {judged["few_rows"], judged["cut_off"], judged["slightly_worse"]}
+    texts |= {judged["few_rows"], judged["cut_off"]}
     texts |= {*judged["forgetting"], *judged["forgetting"].values()}
     texts |= {text for label, _, about in judged["scores"].values() for text in (label, about)} - {"ROUGE-L"}
     texts |= {*evaluator.THINKING_MODES.values(), "base", "merged", "tuned", "merged (lesson 04)"}
     texts |= {f"{dtype}, {comparison.IN_4_BITS}" for dtype in hardware.DTYPES}
-    texts |= {*parity.NAMES.values(), parity.SENTENCE, parity.FAILURE}
-    texts |= {parity.CHANGED, parity.PRICE, parity.SAME, parity.FAILS}
+    texts |= {*parity.NAMES.values(), parity.CHANGED, parity.PRICE, parity.SAME, parity.FAILS}
     texts |= {text for form in make.FORMATS.values() for text in (form.purpose, form.runs)}
     texts |= {words for _, words in make.VERDICTS} | {"BROKEN", make.NOT_COMPARED, *compare.MEASURES}
-    texts |= {*server.PHASES.values(), server.IMPORTING, served_model.NOTHING_STORED, served_model.ROUNDING}
+    texts |= {*server.PHASES.values(), server.IMPORTING, served_model.NOTHING_STORED}
     texts |= {row[name] for row in engine.TABLE["gpus"] for name in ("name", "reason")}
     texts |= {build["reason"] for build in engine.TABLE["builds"]} | {
         text for text in engine.TABLE["reserved_flags"].values() if not text.startswith("Server(")

@@ -68,9 +68,9 @@ def main(folder: str, count: int) -> None:
     with open(files.SAMPLES / "eval.jsonl", encoding="utf-8") as file:
         sample = [json.loads(line) for line in file]
     rows = [sample[number % len(sample)] for number in range(count)]
-    view = chat.View(tokenizer, chat.training_format(tokenizer, rows).value)
-    prompts = [view.prompt(row["messages"][:-1]) for row in rows]
-    texts = losses.encode_rows(view, rows)
+    renderer = chat.Renderer(tokenizer, chat.training_format(tokenizer, rows).value)
+    prompts = [renderer.prompt(row["messages"][:-1]) for row in rows]
+    texts = losses.encode_rows(renderer, rows)
     answers(model, tokenizer, prompts[:BATCH], BATCH)  # warm
     few = prompts[: max(4, count // 16)]
     alone, together = answers(model, tokenizer, few, 1), answers(model, tokenizer, prompts, BATCH)

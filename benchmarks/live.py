@@ -113,7 +113,7 @@ def trainer_of(scratch: Path, steps: int, callback: Any) -> Any:
 
     data.prepare("", scratch / "data", rows=0)
     tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL)
-    rows = chat.training_dataset(chat.filter_by_length(tokenizer, data.load(scratch / "data")[0], 256, "messages"))
+    rows = chat.training_dataset(chat.filter_by_length(tokenizer, data.load(scratch / "data")[0], 256))
     gpu = torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(
         files.TINY_MODEL, dtype=torch.float32, device_map="cuda" if gpu else "cpu"

@@ -20,7 +20,6 @@ from typing import Any
 
 import merge
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -32,11 +31,11 @@ DTYPES = ("bfloat16", "float16")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def texts() -> parity.Fixed:
+def texts() -> parity.FixedSet:
     """16 texts of 64 random tokens that every vocabulary of the course has; the last 16 of each are predicted."""
     dice = random.Random(3)
     rows = [[dice.randrange(100, 1000) for _ in range(64)] for _ in range(16)]
-    return parity.Fixed(rows, [16] * len(rows), [row[:48] for row in rows], [0], 0)
+    return parity.FixedSet(rows, [16] * len(rows))
 
 
 def changed(adapter: Path, folder: Path, strength: float, lost: bool) -> Path:
@@ -64,7 +63,7 @@ def judged(predictions: parity.PredictionStore, merged: Path, dtype: str) -> dic
 
 def verdict(predictions: parity.PredictionStore, name: str) -> dict[str, Any]:
     """The line of the report that judges this reading."""
-    report = parity.Report(predictions)
+    report = parity.ParityReport(predictions)
     line = next(one for one in report.lines if one.other == name and one.judged)
     return {**asdict(line.gap), "noise": report.noise, "holds": not line.failure}
 
@@ -77,7 +76,7 @@ def served(predictions: parity.PredictionStore, merged: Path, dtype: str, log: P
     flags |= {"served-model-name": "course", "dtype": dtype, "max-model-len": 1024}
     environment = serving.ensure_environment(str(hardware.engine(gpu).value))
     with serving.Server(merged, environment, flags=flags, log=log) as server:
-        predictions["vllm"] = parity.measure_server(server.client(), server.model_name, predictions.fixed)
+        predictions.add("vllm", parity.measure_server(server.client(), server.model_name, predictions.fixed))
     return verdict(predictions, "vllm")
 
 
@@ -85,8 +84,8 @@ def measure(base: Path, adapter: Path, folder: Path, strength: float, dtype: str
     """One strength in one precision: the right merge, the one that lost a part, and the server."""
     right = changed(adapter, folder / "right", strength, lost=False)
     broken = changed(adapter, folder / "broken", strength, lost=True)
-    predictions = parity.PredictionStore(folder, texts(), {"onto": "full"})
-    predictions.read_tuned("full", PeftModel.from_pretrained(load(base, dtype), right))
+    predictions = parity.new_store(folder, texts(), {"onto": "full"})
+    predictions.read_tuned("full", load(base, dtype), right)
     tuning = predictions.gap("full", "base")
     assert tuning is not None
     found: dict[str, Any] = {"dtype": dtype, "strength": strength, "tuning_nats": tuning.mean}

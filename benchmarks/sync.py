@@ -177,7 +177,7 @@ def trainer_of(scratch: Path, steps: int, save_steps: int, rank: int, callback: 
 
     data.prepare("", scratch / "data", rows=0)
     tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL)
-    rows = chat.training_dataset(chat.filter_by_length(tokenizer, data.load(scratch / "data")[0], 256, "messages"))
+    rows = chat.training_dataset(chat.filter_by_length(tokenizer, data.load(scratch / "data")[0], 256))
     four_bit = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,6 @@ Row = dict[str, Any]  # {"messages": [...]}, and "tools" where the row has some
 BATCH = 256  # conversations tokenized together
 TOO_LONG = "too_long.jsonl"
 IGNORED = -100  # the label of a token without loss
-COLLATED_ROWS = 8  # a collator treats all rows alike
 QUESTION: Message = {"role": "user", "content": "a question"}  # a plain conversation to try templates with
 ANSWER: Message = {"role": "assistant", "content": "an answer"}
 THOUGHT: Message = {"role": "assistant", "content": "<think>\na thought\n</think>\n\nan answer"}
@@ -73,16 +73,10 @@ def rows_think(rows: Sequence[Row]) -> bool:
         for turn in answer_turns(row):
             message = row["messages"][turn]
             thought, closed, _ = str(message.get("content") or "").partition("</think>")
-            if message.get("reasoning_content"):
-                return True
-            if closed and thought.replace("<think>", "").strip():
+            inline = closed and thought.replace("<think>", "").strip()
+            if inline or message.get("reasoning_content"):
                 return True
     return False
-
-
-def common_length(left: list[int], right: list[int]) -> int:
-    """How many tokens two sequences share from the start."""
-    return len(commonprefix([left, right]))  # noqa: RUF071
 
 
 def find_stop_ids(tokenizer: Any, generation: Any = None) -> set[int]:
@@ -111,9 +105,8 @@ def _training_template(tokenizer: Any) -> str | None:
     from trl import chat_template_utils as trl
 
     if not tokenizer.chat_template:
-        name = tokenizer.name_or_path or tr("this model")
         raise CourseError(
-            tr("The tokenizer of {tokenizer} has no chat template.", tokenizer=name),
+            tr("The tokenizer of {tokenizer} has no chat template.", tokenizer=tokenizer.name_or_path),
             todo=tr("Use the instruct version of the model, or set tokenizer.chat_template."),
         )
     own: str = tokenizer.get_chat_template()
@@ -125,7 +118,7 @@ def _training_template(tokenizer: Any) -> str | None:
         return None
 
 
-class View:
+class Renderer:
     """How a tokenizer renders rows: for training, up to `stop_ids`, and as a server in a thinking mode would."""
 
     def __init__(
@@ -155,10 +148,9 @@ class View:
                 examples += self._encode(batch)
         return examples
 
-    def encode(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[bool]]:
-        """Token ids and loss mask of one conversation; as prompt and completion: of its last answer."""
-        example = self.encode_all([{"messages": messages, "tools": tools}])[-1]
-        return list(example.ids), [bool(mask) for mask in example.trained]
+    def encode(self, row: Row) -> Example:
+        """One row as it is trained; as prompt and completion: its last answer."""
+        return self.encode_all([row])[-1]
 
     def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """What a server tokenizes before it answers."""
@@ -245,7 +237,7 @@ class View:
         self, conversation: Conversation, ids: list[int], marked: list[int] | None, prompts: list[list[int]]
     ) -> Example:
         """One example; without the template's marks, all that follows the prompt is trained."""
-        shared = tuple(common_length(prompt, ids) for prompt in prompts)
+        shared = tuple(len(commonprefix([prompt, ids])) for prompt in prompts)  # noqa: RUF071
         trained = bytearray(marked or bytes(shared[0]).ljust(len(ids), b"\1"))
         self._trim(ids, trained, shared)
         lengths = tuple(len(prompt) for prompt in prompts)
@@ -284,36 +276,35 @@ class View:
 def training_format(tokenizer: Any, rows: Sequence[Row] = (), thinking: bool | None = None) -> Choice:
     """`messages`, the whole conversation, where servers see the same text; else `prompt_completion`, per answer."""
     several = any(len(answer_turns(row)) > 1 for row in rows)
-    if _training_template(tokenizer) is None:
-        problem = tr("its template cannot mark answers and TRL has no training template for it")
-    else:
-        view = View(tokenizer, "messages", thinking)
-        problem = _marking_problem(view, ANSWER, several)
-        if not problem and rows_think(rows):
-            problem = _marking_problem(view, THOUGHT, several)
-    if problem:
-        return Choice("prompt_completion", tr("{problem}, so each answer is an example of its own", problem=problem))
-    return Choice("messages", tr("the training template marks the answers"))
+    probes = [ANSWER]
+    if rows_think(rows):
+        probes.append(THOUGHT)
+    if _training_template(tokenizer) is not None:
+        renderer = Renderer(tokenizer, "messages", thinking)
+        if all(_marks_answers(renderer, probe, several) for probe in probes):
+            return Choice("messages", tr("the training template marks the answers"))
+    reason = tr("no template marks its answers as servers see them, so each answer is an example of its own")
+    return Choice("prompt_completion", reason)
 
 
-def _marking_problem(view: View, answer: Message, several: bool) -> str:
-    """Why whole conversations with such an answer cannot be trained; `several` rows have more than one answer."""
+def _marks_answers(renderer: Renderer, answer: Message, several: bool) -> bool:
+    """Whether whole conversations with such an answer can be trained; `several`: rows have more than one answer."""
     from trl.chat_template_utils import is_chat_template_stop_token_trained
 
-    tokenizer = view.tokenizer
-    [example] = view.encode_all([{"messages": [QUESTION, answer]}])
-    for token, mask in zip(example.ids[: example.shared[0]], example.trained, strict=False):
-        if mask and not view.is_blank(token):  # Qwen3.5's prompt begins the thinking
-            return tr("its training template marks what a server already writes")
-    if not is_chat_template_stop_token_trained(tokenizer, chat_template=view.template):
-        return tr("its template marks the answers without their stop token")
-    if several:
-        [example] = view.encode_all([{"messages": [QUESTION, answer] * 2}])
-        trained = tokenizer.decode(list(itertools.compress(example.ids, example.trained)))
-        thoughts = 2 if answer is THOUGHT else 0
-        if example.shared[-1] != example.prompts[-1] or trained.count("a thought") != thoughts:
-            return tr("its template rewrites earlier answers")  # Qwen3 drops earlier thoughts
-    return ""
+    example = renderer.encode({"messages": [QUESTION, answer]})
+    prompt = example.ids[: example.shared[0]]
+    for token, mask in zip(prompt, example.trained, strict=False):
+        if mask and not renderer.is_blank(token):  # Qwen3.5's prompt begins the thinking
+            return False
+    if not is_chat_template_stop_token_trained(renderer.tokenizer, chat_template=renderer.template):
+        return False
+    if not several:
+        return True
+    example = renderer.encode({"messages": [QUESTION, answer] * 2})
+    trained_ids = list(itertools.compress(example.ids, example.trained))
+    trained = renderer.tokenizer.decode(trained_ids)
+    thoughts = 2 if answer is THOUGHT else 0  # Qwen3 drops earlier ones
+    return example.shared[-1] == example.prompts[-1] and trained.count("a thought") == thoughts
 
 
 def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
@@ -321,8 +312,8 @@ def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
     if rows_think(rows):
         return False
     form = training_format(tokenizer, rows).value
-    thinking = View(tokenizer, form, thinking=True)
-    skipping = View(tokenizer, form, thinking=False)
+    thinking = Renderer(tokenizer, form, thinking=True)
+    skipping = Renderer(tokenizer, form, thinking=False)
     if thinking.prompt([QUESTION]) == skipping.prompt([QUESTION]):
         return False
     return all(example.shared == example.prompts for example in skipping.encode_all(rows))
@@ -337,7 +328,7 @@ class FilteredRows:
     rows: Sequence[Row] = field(repr=False)
     too_long: dict[int, int]  # number (from 1) and tokens of each row that is left out
     longest: int
-    view: View = field(repr=False)
+    renderer: Renderer = field(repr=False)
     examples: list[Example] = field(repr=False)
 
     @property
@@ -378,12 +369,7 @@ class FilteredRows:
 
 
 def filter_by_length(
-    tokenizer: Any,
-    rows: Sequence[Row],
-    max_length: int,
-    form: str = "",
-    thinking: bool | None = None,
-    stop_ids: Iterable[int] | None = None,
+    tokenizer: Any, rows: Sequence[Row], max_length: int, stop_ids: Iterable[int] | None = None
 ) -> FilteredRows:
     """Render all rows, and leave out those whose stop token lies beyond `max_length` (0: no limit).
 
@@ -392,9 +378,9 @@ def filter_by_length(
     """
     if not rows:
         raise CourseError(tr("There are no rows to render."), todo=tr("Run lesson 02 first."))
-    choice = Choice(form, tr("chosen by the caller")) if form else training_format(tokenizer, rows, thinking)
-    view = View(tokenizer, choice.value, thinking, stop_ids)
-    examples = view.encode_all(rows)
+    form = training_format(tokenizer, rows)
+    renderer = Renderer(tokenizer, form.value, stop_ids=stop_ids)
+    examples = renderer.encode_all(rows)
     longest = max(len(example.ids) for example in examples)
     too_long: dict[int, int] = {}
     for example in examples:
@@ -416,7 +402,7 @@ def filter_by_length(
             ),
         )
     kept = [example for example in examples if example.row not in too_long]
-    return FilteredRows(choice, max_length, rows, too_long=too_long, longest=longest, view=view, examples=kept)
+    return FilteredRows(form, max_length, rows, too_long=too_long, longest=longest, renderer=renderer, examples=kept)
 
 
 @dataclass(frozen=True)
@@ -428,23 +414,21 @@ class ContractReport:
     answers: int
     tokens: int
     trained: int  # tokens
-    stop_ids: tuple[int, ...]  # those the answers end with
-    stops: str  # their text
+    stops: str  # the tokens that the answers end with
 
     def __str__(self) -> str:
-        trained = tr(
-            "trained  {trained} of {tokens} tokens ({share}), in {answers} answers",
+        return tr(
+            "format   {form}: {reason}\n"
+            "trained  {trained} of {tokens} tokens ({share}), in {answers} answers\n"
+            "stop     every answer ends with {stops}, and generation stops there",
+            form=self.form.value,
+            reason=self.form.reason,
             trained=self.trained,
             tokens=self.tokens,
             share=f"{self.trained / self.tokens:.0%}",
             answers=self.answers,
+            stops=self.stops,
         )
-        lines = [
-            tr("format   {form}: {reason}", form=self.form.value, reason=self.form.reason),
-            trained,
-            tr("stop     every answer ends with {stops}, and generation stops there", stops=self.stops),
-        ]
-        return "\n".join(lines)
 
 
 def check_contract(filtered: FilteredRows) -> ContractReport:
@@ -454,17 +438,16 @@ def check_contract(filtered: FilteredRows) -> ContractReport:
         print(chat.check_contract(chat.filter_by_length(tokenizer, rows, 1024)))
     """
     _require_tools_shown(filtered)
-    decode = filtered.view.tokenizer.decode
+    decode = filtered.renderer.tokenizer.decode
     stop_ids: set[int] = set()
     for example in filtered.examples:
-        stop_ids |= _check_example(filtered.view, example, filtered.rows[example.row - 1])
+        stop_ids |= _check_example(filtered.renderer, example, filtered.rows[example.row - 1])
     return ContractReport(
         form=filtered.form,
         examples=len(filtered.examples),
         answers=sum(len(example.turns) for example in filtered.examples),
         tokens=sum(filtered.lengths),
         trained=sum(example.trained.count(1) for example in filtered.examples),
-        stop_ids=tuple(sorted(stop_ids)),
         stops=tr(" or ").join(decode([stop]) for stop in sorted(stop_ids)),
     )
 
@@ -476,7 +459,7 @@ def _require_tools_shown(filtered: FilteredRows) -> None:
         if not row.get("tools"):
             continue
         question = row["messages"][: example.turns[0]]
-        if filtered.view.prompt(question, row["tools"]) == filtered.view.prompt(question):
+        if filtered.renderer.prompt(question, row["tools"]) == filtered.renderer.prompt(question):
             raise CourseError(
                 tr("Row {row}: the chat template of this model leaves out its tools.", row=example.row),
                 todo=tr("Use a model that can call tools, or write the tools into the system message."),
@@ -484,31 +467,33 @@ def _require_tools_shown(filtered: FilteredRows) -> None:
         return
 
 
-def _check_example(view: View, example: Example, row: Row) -> set[int]:
+def _check_example(renderer: Renderer, example: Example, row: Row) -> set[int]:
     """The stop tokens of the answers; raises at the first token that breaks the contract."""
-    _check_prompts(view, example, row)
+    _check_prompts(renderer, example, row)
     expected = bytearray(len(example.ids))
     stop_ids = set()
     ends = [*example.shared[1:], len(example.ids)]
     for turn, start, end in zip(example.turns, example.shared, ends, strict=True):
-        stop = view.stop_position(example.ids, start, end)
+        stop = renderer.stop_position(example.ids, start, end)
         if stop == end:
-            raise _no_stop_token(view, example)
-        _check_answer(view, example, row["messages"][turn], start=start, stop=stop)
+            raise _no_stop_token(renderer, example)
+        answer_ids = list(example.ids[start:stop])
+        text = renderer.tokenizer.decode(answer_ids)
+        _check_answer(example.row, row["messages"][turn], text)
         expected[start : stop + 1] = b"\1" * (stop + 1 - start)
         stop_ids.add(example.ids[stop])
     if example.trained != expected:
-        _check_mask(view, example, expected)
+        _check_mask(renderer, example, expected)
     return stop_ids
 
 
-def _check_prompts(view: View, example: Example, row: Row) -> None:
+def _check_prompts(renderer: Renderer, example: Example, row: Row) -> None:
     """All that comes before an answer must be what a server would be sent."""
-    decode = view.tokenizer.decode
+    decode = renderer.tokenizer.decode
     for turn, start, length in zip(example.turns, example.shared, example.prompts, strict=True):
         if start == length:
             continue
-        prompt = view.prompt(row["messages"][:turn], row.get("tools"))
+        prompt = renderer.prompt(row["messages"][:turn], row.get("tools"))
         raise CourseError(
             tr(
                 "Row {row}: from token {token} on, a server would send {server!r} where training saw {training!r}.",
@@ -518,24 +503,23 @@ def _check_prompts(view: View, example: Example, row: Row) -> None:
                 training=decode(list(example.ids[start : start + 8])),
             ),
             todo=tr(
-                "Use the chat template that came with the model, and start answers without a line break. If "
-                "the model has a thinking mode, pass the other one (thinking=True or False) to "
-                "chat.filter_by_length, and ask servers with it."
+                "Use the chat template that came with the model, and start answers without a line break; or use "
+                "another model, as one that always thinks cannot learn answers without thoughts."
             ),
         )
 
 
-def _no_stop_token(view: View, example: Example) -> CourseError:
+def _no_stop_token(renderer: Renderer, example: Example) -> CourseError:
     """An answer at whose end generation would not stop."""
-    decode = view.tokenizer.decode
-    stops = ", ".join(repr(decode([stop])) for stop in sorted(view.stops))
+    decode = renderer.tokenizer.decode
+    stops = ", ".join(repr(decode([stop])) for stop in sorted(renderer.stops))
     last_trained = max(example.trained.rfind(1), 0)
     return CourseError(
         tr(
             "Row {row}: the last trained token of an answer is {last!r}, and generation stops only at {stops}.",
             row=example.row,
             last=decode([example.ids[last_trained]]),
-            stops=stops or tr("nothing"),
+            stops=stops,
         ),
         todo=tr(
             "Make the token that closes an answer in the chat template the eos_token of the tokenizer "
@@ -544,63 +528,48 @@ def _no_stop_token(view: View, example: Example) -> CourseError:
     )
 
 
-def _check_answer(view: View, example: Example, message: Message, start: int, stop: int) -> None:
+def _check_answer(row: int, message: Message, text: str) -> None:
     """The text up to the stop token must say all that the answer says."""
-    decode = view.tokenizer.decode
-    missing = _missing_part(view.tokenizer, message, decode(list(example.ids[start:stop])))
-    if not missing:
-        return
-    stop_text = decode([example.ids[stop]])
-    if stop_text in str(message.get("content")):
+    missing = _missing_part(message, text)
+    if missing:
         raise CourseError(
-            tr(
-                "Row {row}: an answer contains {stop!r}, the text of a stop token: generation ends there.",
-                row=example.row,
-                stop=stop_text,
+            tr("Row {row}: the chat template leaves out or changes {part}.", row=row, part=missing),
+            todo=tr(
+                "Use the chat template that came with the model, and no text of a stop token in an answer. A model "
+                "whose template drops thoughts or tool calls cannot learn them: take them out, or use another model."
             ),
-            todo=tr("Take it out of the answer, or write it in another way."),
         )
-    raise CourseError(
-        tr("Row {row}: the chat template leaves out or changes {part}.", row=example.row, part=missing),
-        todo=tr(
-            "Use the chat template that came with the model. A model whose template drops thoughts or "
-            "tool calls cannot learn them: take them out of the rows, or use another model."
-        ),
-    )
 
 
-def _check_mask(view: View, example: Example, expected: bytearray) -> None:
+def _check_mask(renderer: Renderer, example: Example, expected: bytearray) -> None:
     """Each answer must be trained with its stop token, and nothing else; white space may be either."""
     for position, token in enumerate(example.ids):
-        if example.trained[position] == expected[position] or view.is_blank(token):
+        if example.trained[position] == expected[position] or renderer.is_blank(token):
             continue
         problem = tr("is part of an answer, and is not trained")
         if example.trained[position]:
             problem = tr("is no part of an answer, and is trained")
-        text = repr(view.tokenizer.decode([token]))
-        named = tr("token {number}, {text}", number=position + 1, text=text)
         raise CourseError(
-            tr("Row {row}: {token} {what}.", row=example.row, token=named, what=problem),
-            allowed=tr("each answer trained up to and with its stop token, and nothing else"),
-            todo=tr(
-                "Put {{% generation %}} around each answer and its stop token in the chat template, or pass "
-                'form="prompt_completion" to chat.filter_by_length.'
+            tr(
+                "Row {row}: token {number}, {text!r}, {problem}.",
+                row=example.row,
+                number=position + 1,
+                text=renderer.tokenizer.decode([token]),
+                problem=problem,
             ),
+            todo=tr("Put {tag} around each answer and its stop token in the chat template.", tag="{% generation %}"),
         )
 
 
-def _missing_part(tokenizer: Any, answer: Message, text: str) -> str:
+def _missing_part(answer: Message, text: str) -> str:
     """The first thought, words or called function that an answer has and its text has not; white space aside."""
     content = answer.get("content")
     parts = [answer.get("reasoning_content") or ""]
     if isinstance(content, str):
         parts += re.split("</?think>", content)  # tags are the template's
-    rest = _without_space(text)
+    rest = _comparable(text)
     for part in parts:
-        short = _without_space(part)
-        if short not in rest:  # some tokenizers normalize characters, which no template can help
-            ids = tokenizer(part, add_special_tokens=False)["input_ids"]
-            short = _without_space(tokenizer.decode(ids))
+        short = _comparable(part)
         if short not in rest:
             return repr(part.strip()[:40])
         rest = rest[rest.index(short) + len(short) :]
@@ -612,8 +581,9 @@ def _missing_part(tokenizer: Any, answer: Message, text: str) -> str:
     return ""
 
 
-def _without_space(text: str) -> str:
-    return "".join(text.split())
+def _comparable(text: str) -> str:
+    """Without white space, and with its characters normalized, as many tokenizers do it."""
+    return "".join(unicodedata.normalize("NFKC", text).split())
 
 
 @dataclass(frozen=True)
@@ -689,7 +659,7 @@ def validation_dataset(filtered: FilteredRows, held_out: Sequence[Row], count: i
     if count < len(held_out):
         held_out = [held_out[number * len(held_out) // count] for number in range(count)]
     usable = []
-    for example in filtered.view.encode_all(held_out):
+    for example in filtered.renderer.encode_all(held_out):
         fits = not filtered.max_length or len(example.ids) <= filtered.max_length
         if fits and any(example.trained):
             usable.append(example)
@@ -705,38 +675,23 @@ def validation_dataset(filtered: FilteredRows, held_out: Sequence[Row], count: i
 
 
 def check_trainer(trainer: Any, report: ContractReport) -> None:
-    """Stop unless, after packing, truncation and collation, exactly the tokens of the contract carry the loss."""
+    """Stop unless, after packing and truncation, exactly the tokens of the contract carry the loss."""
     trained = 0
     for batch in trainer.train_dataset.with_format("arrow").iter(1000):
         labels = batch["labels"].combine_chunks().flatten().to_numpy()
         trained += int((labels != IGNORED).sum())
-    hidden = _hidden_by_collator(trainer)
-    if trained == report.trained and not hidden:
-        return
-    raise CourseError(
-        tr(
-            "The trainer would train on {trained} tokens, and its collator hides {hidden}; the contract check counted "
-            "{tokens}.",
-            trained=trained,
-            hidden=hidden,
-            tokens=report.trained,
-        ),
-        todo=tr(
-            "Pass the datasets of chat.build_dataset(...) to the trainer, with the profile's max_length, "
-            "packing_strategy bfd and no data collator of your own."
-        ),
-    )
-
-
-def _hidden_by_collator(trainer: Any) -> int:
-    """How many tokens with loss of the first rows the collator leaves without it."""
-    rows = list(itertools.islice(trainer.train_dataset, COLLATED_ROWS))
-    before = 0
-    for row in rows:
-        before += sum(label != IGNORED for label in row["labels"])
-    collated = trainer.data_collator(rows)["labels"]
-    hidden = before - (collated != IGNORED).sum()
-    return int(hidden)
+    if trained != report.trained:
+        raise CourseError(
+            tr(
+                "The trainer would train on {trained} tokens; the contract check counted {tokens}.",
+                trained=trained,
+                tokens=report.trained,
+            ),
+            todo=tr(
+                "Pass the datasets of chat.build_dataset(...) to the trainer, with the profile's max_length and "
+                "packing_strategy bfd."
+            ),
+        )
 
 
 def answer(model: Any, tokenizer: Any, rows: Sequence[Row], max_new_tokens: int = 128) -> list[str]:
@@ -750,14 +705,14 @@ def answer(model: Any, tokenizer: Any, rows: Sequence[Row], max_new_tokens: int 
     if distributed.strategy() in distributed.SHARDED:
         return [tr("(not asked: no process has the whole model; lesson 04 asks)")] * len(rows)
     thinking = False if may_skip_thinking(tokenizer, rows) else None
-    view = View(tokenizer, "prompt_completion", thinking)
+    renderer = Renderer(tokenizer, "prompt_completion", thinking)
     stops = sorted(find_stop_ids(tokenizer, model.generation_config))
     training = model.training
     keep_4bit_layout(model)
     model.eval()
     answers = []
     for row in rows:
-        ids = torch.tensor([view.prompt(row["messages"][:-1], row.get("tools"))], device=model.device)
+        ids = torch.tensor([renderer.prompt(row["messages"][:-1], row.get("tools"))], device=model.device)
         with torch.inference_mode():
             output = model.generate(
                 input_ids=ids,
@@ -784,18 +739,16 @@ def show_row(tokenizer: Any, row: Row) -> None:
         chat.show_row(tokenizer, rows[0])
     """
     form = training_format(tokenizer, [row]).value
-    ids, trained = View(tokenizer, form).encode(row["messages"], row.get("tools"))
+    example = Renderer(tokenizer, form).encode(row)
     runs = []
     plain = ""
     position = 0
-    for mask, group in itertools.groupby(trained):
+    for mask, group in itertools.groupby(example.trained):
         length = len(list(group))
-        text = tokenizer.decode(ids[position : position + length])
+        text = tokenizer.decode(list(example.ids[position : position + length]))
         position += length
         runs.append((text, mask))
         plain += f"[{text}]" if mask else text
-    answers = len(answer_turns(row))
-    if form == "prompt_completion" and answers > 1:
-        print(tr("This row has {answers} answers, each an example of its own; here is the last one.", answers=answers))
-    print(tr("{trained} of {tokens} tokens are trained. They are marked:", trained=sum(trained), tokens=len(ids)))
+    trained = sum(example.trained)
+    print(tr("{trained} of {tokens} tokens are trained. They are marked:", trained=trained, tokens=position))
     display.show("tokens.html", plain, runs=runs)

@@ -11,7 +11,7 @@ from typing import Any
 from nbutils import display, platforms, record
 from nbutils.config import shown
 from nbutils.errors import CourseError
-from nbutils.evaluation.comparison import PANELS, SHOWN
+from nbutils.evaluation.comparison import SHOWN
 from nbutils.evaluation.scores import Estimate
 from nbutils.language import joined, tr
 from nbutils.models import find_shape
@@ -23,6 +23,7 @@ from nbutils.tracking import Log, loss_history, money, read_history, validation_
 TOLERANCE = 0.01  # of the loss: sums in another order differ by a rounding each, 2^-8 of a value in bfloat16
 MOST_RUNS = 4  # that lesson 03 shows
 LONGEST = 40  # characters of a setting
+PANELS = ("exact_match", "character_f1", "rouge_l", "content", "loss", "stopped")  # scores in the figure
 MEASURES = {  # rows of the table: the name of a fact, and its format
     "examples": ("examples", ","),
     "steps": ("steps", ","),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nbutils import display, evaluation, files, hardware, merging, parity, profiles, serving
+from nbutils import display, evaluation, files, hardware, merging, parity, serving
 from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
@@ -13,14 +13,12 @@ from nbutils.evaluation.evaluator import Facts, Table
 from nbutils.evaluation.placement import fit
 from nbutils.exporting.make import Export, ParityLine, find_format, open_export, weights_bytes
 from nbutils.language import tr
-from nbutils.models import read_config
+from nbutils.models import model_folder, read_config
 from nbutils.record import RunFolder
 from nbutils.serving.engine import tensor_parallel
 
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MIN_KV_CACHE_GIB = 0.5  # what a server needs at least beside the weights
 NOTHING_STORED = "Lesson 04 stored nothing for this model and precision: there is nothing to compare with."
-ROUNDING = "In 16 bits vLLM and transformers round differently; where two tokens are nearly tied, another may win."
 
 
 @dataclass(frozen=True)
@@ -55,17 +53,18 @@ class ServedModel:
         self.run = run
         self.gpu = hardware.gpu()
         self.at_once = profile.vllm.max_num_seqs
-        given = Path(folder).expanduser() if folder else run.merged
-        if any(given.glob("*.gguf")):
-            raise CourseError(
-                tr("{folder} has GGUF weights: they are for llama.cpp, Ollama and LM Studio.", folder=given),
-                todo=tr("Serve the merged model (leave FOLDER empty), or set EXPORTS to another format in lesson 08."),
-            )
-        self.folder = Path(profiles.model_folder(given))
+        chosen = Path(folder).expanduser() if folder else run.merged
+        self.folder = Path(model_folder(chosen))
         self.is_merged = self.folder.resolve() == run.merged.resolve()
-        self.dtype, self.export = serving_dtype(self.folder, run.merged, profile, gpu=self.gpu, engine=engine)
-        asked = run.merged if self.export else self.folder
-        self.evaluator, self.stored = evaluation.stored_answers(run, profile, asked, rows)
+        self.dtype, self.export = serving_dtype(
+            self.folder,
+            run.merged,
+            profile,
+            gpu=self.gpu,
+            engine=engine,
+        )
+        self.compared_with = run.merged if self.export else self.folder
+        self.evaluator, self.stored = evaluation.stored_answers(run, profile, self.compared_with, rows)
         self.questions = self.evaluator.questions
 
     @property
@@ -95,16 +94,12 @@ class ServedModel:
         evaluator = self.evaluator
         served = self.ask(server)
         agreement = serving.compare(served if self.stored else [], self.stored)
+        if self.is_merged:
+            agreement.require(evaluator.dtype)
         text = tr(NOTHING_STORED)
         columns = {tr("server"): [answer.text for answer in served]}
         if self.stored:
-            if self.is_merged:
-                agreement.require(evaluator.dtype)
-            text = tr(
-                "Server and lesson 04 (transformers, {dtype}): {found}", dtype=tr(evaluator.dtype), found=agreement
-            )
-            if agreement.differences and evaluator.dtype != "float32":
-                text += f"\n{tr(ROUNDING)}"
+            text = tr("Server and lesson 04 (transformers, {dtype}): {found}", dtype=evaluator.dtype, found=agreement)
             columns = {tr("lesson 04"): [answer.text for answer in self.stored]} | columns
         numbers = {
             "folder": str(self.folder),
@@ -119,38 +114,29 @@ class ServedModel:
         """The server's predictions on lesson 04's fixed set beside the merged model's; stops if it is another model."""
         if server.environment.engine == "transformers":
             return ServerComparison(tr("`transformers serve` does not return predictions."), {"parity": {}})
-        nothing = ServerComparison(tr(NOTHING_STORED), {"parity": {}})
-        if not self.is_merged and not self.export:
-            return nothing
         try:
-            store = parity.load_predictions(self.run.path, self.run.merged)
+            store = parity.load_predictions(self.run.path, self.compared_with)
         except CourseError:
-            return nothing
+            return ServerComparison(tr(NOTHING_STORED), {"parity": {}})
         served = parity.measure_server(server.client(), server.model_name, store.fixed)
         return self.judge(store, served)
 
     def judge(self, store: parity.PredictionStore, served: parity.Predictions) -> ServerComparison:
         """The server's predictions beside the merged model's; those of an export have a price, and cannot fail."""
-        if self.export:
-            gap = parity.gap(store["merged"], served)
-            line = ParityLine(self.export, gap)
-            verdict = tr(
-                "The price of {name}, in vLLM: {verdict}, {mean:.2g} nats per token.",
-                name=self.export.name,
-                verdict=tr(line.verdict),
-                mean=gap.mean,
-            )
-            facts: Facts = {"parity": {"price": line.facts, "verdict": verdict}}
-            table = [line.row]
-        else:
-            store["vllm"] = served
-            report = parity.Report(store)
+        if not self.export:
+            store.add("vllm", served)
+            report = parity.ParityReport(store)
             report.require()
-            verdict = report.lines[-1].sentence(tr)
-            facts = report.facts()
-            table = report.table()
-        text = tr("At {count} positions: {verdict}", count=store.fixed.positions, verdict=verdict)
-        return ServerComparison(text, facts, table)
+            return ServerComparison(str(report), report.facts())
+        gap = parity.gap(store.forms["merged"], served)
+        line = ParityLine(self.export, gap)
+        verdict = tr(
+            "The price of {name}, in vLLM: {verdict}, {mean:.2g} nats per token.",
+            name=self.export.name,
+            verdict=tr(line.verdict),
+            mean=gap.mean,
+        )
+        return ServerComparison(verdict, {"parity": {"price": line.facts, "verdict": verdict}})
 
 
 def serving_dtype(
@@ -163,14 +149,13 @@ def serving_dtype(
         export = open_export(folder, merged)
         _require_kernels(export, gpu, engine)
         return "bfloat16" if dtype == "float32" else dtype, export  # its kernels compute in 16 bits only
-    stored = str(config.get("dtype") or config.get("torch_dtype"))
-    gib = weights_bytes(folder) * BYTES[dtype] / BYTES.get(stored, BYTES[dtype]) / files.GIB
+    gib = weights_bytes(folder) / files.GIB
     if gpu and engine != "transformers":
         gpus = tensor_parallel(folder, gpu.count).value
         share = profile.vllm.gpu_memory_utilization * gpu.memory_gib
         fits = gib <= gpus * (share - MIN_KV_CACHE_GIB)
     else:
-        fits = fit(gib, gpu).fits
+        fits = fit(gib, gpu)
     if not fits:
         raise CourseError(
             tr("{folder} has {gib:.1f} GiB of weights, too much for this machine.", folder=folder, gib=gib),
@@ -187,19 +172,16 @@ def _require_kernels(export: Export, gpu: hardware.GPU | None, engine: str) -> N
     """Stop unless this GPU and this engine can compute with the weights of an export."""
     form = find_format(export.name)
     capability = gpu.capability if gpu else (0, 0)  # vLLM's CPU build has none of these kernels
-    place = ""
-    if capability < form.capability:
-        place = gpu.name if gpu else tr("a CPU")
-    elif engine == "transformers" or not form.load.startswith("vllm"):
-        place = engine
-    if place:
-        raise CourseError(
-            tr(
-                "{folder} has {name} weights, and {place} cannot compute with them.",
-                folder=export.folder,
-                name=form.name,
-                place=place,
-            ),
-            allowed=tr("{name} runs in: {runs}", name=form.name, runs=tr(form.runs)),
-            todo=tr("Serve the merged model (leave FOLDER empty), or set EXPORTS to another format in lesson 08."),
-        )
+    if capability >= form.capability and engine != "transformers" and form.load.startswith("vllm"):
+        return
+    raise CourseError(
+        tr(
+            "{folder} has {name} weights, and {engine} on {gpu} cannot compute with them.",
+            folder=export.folder,
+            name=form.name,
+            engine=engine,
+            gpu=gpu.name if gpu else "CPU",
+        ),
+        allowed=tr("{name} runs in: {runs}", name=form.name, runs=tr(form.runs)),
+        todo=tr("Serve the merged model (leave FOLDER empty), or set EXPORTS to another format in lesson 08."),
+    )

@@ -73,7 +73,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from nbutils import evaluation
 
-placement = evaluation.place_model(lesson.model, lesson.run.adapter, lesson.profile, lesson.scratch)
+placement = evaluation.place_model(lesson.model, lesson.run.adapter, lesson.profile)
 print(placement.reason)
 tokenizer = AutoTokenizer.from_pretrained(lesson.run.adapter, trust_remote_code=False)
 base = AutoModelForCausalLM.from_pretrained(lesson.model, **placement.loading, trust_remote_code=False)
@@ -184,11 +184,11 @@ print("merged ", from_merged)
 #
 # Equal answers can hide a damaged merge. So some rows of every weight are computed again from base and adapter. Then adapter and
 # merged model predict the next token at about 200 positions, and we compare the probabilities of the whole vocabulary. Their distance
-# (the KL divergence, in nats per token) is 0 for equal models; rounding makes it a very small number.
+# (the KL divergence, in nats per token) is 0 for equal models; rounding makes it a very small number: the line *the same model*.
 #
 # QLoRA trained the adapter on the 4-bit base, and the merged model is unquantized. That step changes the predictions too, usually a
-# little: the last number. To avoid it, set `MERGE_ONTO = "dequantized"`; the base then stays as coarse as it was in training. The lesson
-# stops here if the merged model is not the adapter's.
+# little: the line *a price*. To avoid it, set `MERGE_ONTO = "dequantized"`; the base then stays as coarse as it was in training. The lesson
+# stops here if the merged model is not the adapter's. Where the unquantized model does not fit into memory, the weights alone are the proof.
 
 # %%
 from nbutils import parity

@@ -17,7 +17,7 @@
 #
 # - a table of the formats, with their size for your model and where each of them runs,
 # - your model in the formats you chose, each complete and ready to load,
-# - for each of them the price: how far its predictions moved, and how many answers stayed the same,
+# - for each of them the price: how far its predictions moved,
 # - if you ask for it, an upload to a hub or one file to download.
 #
 # Takes about half a minute with the tiny model on 2 cores; each further format adds about 20 seconds, `awq` some minutes. The first export also
@@ -141,7 +141,7 @@ print(*exports, sep="\n")
 #
 # Each export is loaded and reads the texts that lesson 04 used for its proof. *KL* is the distance of its predictions to the merged model's, in
 # nats per token: below 0.001 nobody will notice, above 0.15 you will. It says "at least" because lesson 04 stored only the likeliest tokens
-# of each position. *Same answers* counts short answers that stayed the same, token by token.
+# of each position. *Same next token* counts the positions where the likeliest token stayed the same.
 
 # %%
 compared = exporting.check_exports(exports, lesson.run.path)
@@ -193,7 +193,7 @@ else:
 #
 # - a table of the formats, with their size for your model and where each of them runs,
 # - your model in the formats you chose, each complete and ready to load,
-# - for each of them the price: how far its predictions moved, and how many answers stayed the same,
+# - for each of them the price: how far its predictions moved,
 # - if you ask for it, an upload to a hub or one file to download.
 
 # %%

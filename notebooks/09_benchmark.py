@@ -163,15 +163,12 @@ benchmark.plot(lesson.run.path / "bench.png")
 # ## The same model?
 #
 # The distance between the predictions of two models is measured as the KL divergence, in nats per token: 0 means that they
-# give every token the same probability. The first rows are what tuning and quantization change. The last row is the server: only
+# give every token the same probability. The first lines are what tuning and quantization change. The last line is the server: only
 # rounding. It says *at least*, because vLLM returns only the likeliest tokens.
 
 # %%
-from nbutils import display
-
 same_model = model.compare_predictions(server)
 server.stop()
-display.show_table(same_model.table, "KL divergence", display.aligned(same_model.table))
 print(same_model)
 
 # %% [markdown]
@@ -197,6 +194,8 @@ if SIDE_BY_SIDE and environment.engine != "transformers":
 # Their scores on the held-out questions, beside those of the merged model in lesson 04.
 
 # %%
+from nbutils import display
+
 scores = evaluation.score_table(model.evaluator, answers | ({"merged (lesson 04)": model.stored} if model.stored else {}))
 display.show_table(scores, "Scores", display.aligned(scores))
 

@@ -5,13 +5,13 @@ import shutil
 import subprocess
 import tarfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support import refused
 
 from nbutils import chat, data, files
+from nbutils.hardware import Choice
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<s>"]
 ANSWER = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
@@ -77,8 +77,13 @@ def learned(tokenizer: Any, fitted: chat.FilteredRows) -> list[str]:
     return [tokenizer.decode(list(itertools.compress(one.ids, one.trained))) for one in fitted.examples]
 
 
-def check(tokenizer: Any, rows: Any = ROWS, form: str = "", **more: Any) -> chat.ContractReport:
-    return chat.check_contract(chat.filter_by_length(tokenizer, rows, 0, form, **more))
+def check(tokenizer: Any, rows: Any = ROWS, **more: Any) -> chat.ContractReport:
+    return chat.check_contract(chat.filter_by_length(tokenizer, rows, 0, **more))
+
+
+def always(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Render every row in this form, as if the probes of the template had chosen it."""
+    monkeypatch.setattr(chat, "training_format", lambda *given: Choice(form, ""))
 
 
 def test_a_row_is_shown_with_its_trained_tokens(tokenizer: Any, capsys: Any, monkeypatch: Any) -> None:
@@ -104,19 +109,20 @@ def test_each_family_trains_its_answers_alone(bare: Any, template: str, eos: str
     tokenizer = with_template(bare, template, eos)
     fitted = chat.filter_by_length(tokenizer, ROWS, 512)
     report = chat.check_contract(fitted)
-    assert (fitted.form.value, report.answers, tokenizer.decode(report.stop_ids)) == (form, 3, eos)
+    assert (fitted.form.value, report.answers, report.stops) == (form, 3, eos)
     answers = ("On its way. 在路上。", "On its way.", "Today.")
     assert expected is None or learned(tokenizer, fitted) == [text.format(*answers) for text in expected]
     assert report.trained == sum(sum(one.trained) for one in fitted.examples) and f"ends with {eos}," in str(report)
 
 
-def test_nothing_is_trained_after_the_first_stop_token(bare: Any) -> None:
+def test_nothing_is_trained_after_the_first_stop_token(bare: Any, monkeypatch: Any) -> None:
     tokenizer = with_template(bare, "phi3", eos="<|endoftext|>")  # closes answers and the text with two stop tokens
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     stops = [0, tokenizer.convert_tokens_to_ids("<|end|>")]
-    for form in ("", "messages", "prompt_completion"):
-        fitted = chat.filter_by_length(tokenizer, ROWS, 0, form, stop_ids=stops)
-        assert chat.check_contract(fitted).stop_ids == (stops[1],)
+    for form in ("messages", "prompt_completion"):
+        always(form, monkeypatch)
+        fitted = chat.filter_by_length(tokenizer, ROWS, 0, stop_ids=stops)
+        assert chat.check_contract(fitted).stops == "<|end|>"
         assert "".join(learned(tokenizer, fitted)) == "On its way. 在路上。<|end|>On its way.<|end|>Today.<|end|>"
 
 
@@ -132,7 +138,7 @@ def test_stop_ids_are_those_of_the_generation_config(tokenizer: Any, tmp_path: P
 
 def test_rows_that_would_lose_their_stop_token_are_left_out(bare: Any, tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"messages": one} for one in (SHORT, LONG, MIDDLE)]
-    sizes = [len(chat.View(tokenizer, "messages").encode(row["messages"])[0]) for row in rows]
+    sizes = [len(chat.Renderer(tokenizer, "messages").encode(row).ids) for row in rows]
     fitted = chat.filter_by_length(tokenizer, rows, sizes[2] - 1)  # the last row loses a line break at its end, no more
     assert fitted.too_long == {2: sizes[1]} and fitted.lengths == sizes[::2]
     assert fitted.facts() == {"longest_row_tokens": sizes[1], "rows_too_long": 1}
@@ -146,7 +152,7 @@ def test_rows_that_would_lose_their_stop_token_are_left_out(bare: Any, tokenizer
         chat.filter_by_length(tokenizer, rows, 4)
     several = with_template(bare, GLM, eos="<|endoftext|>")  # a row with several examples is left out whole
     rows = [{"messages": ONE}, {"messages": [*TWO[:3], LONG[1]]}]
-    fitted = chat.filter_by_length(several, rows, len(chat.View(several, "prompt_completion").encode(ONE)[0]))
+    fitted = chat.filter_by_length(several, rows, len(chat.Renderer(several, "prompt_completion").encode(rows[0]).ids))
     assert [one.row for one in fitted.examples] == [1] and set(fitted.too_long) == {2}
 
 
@@ -187,10 +193,8 @@ def test_qwen3_trains_thoughts_and_only_what_the_server_does_not_write(bare: Any
     assert learned(tokenizer, fitted) == [f"{text}<|im_end|>" for text in answers]
     assert "Maybe" not in tokenizer.decode(list(fitted.examples[2].ids))  # as servers drop earlier thoughts
     assert chat.check_contract(fitted).answers == 3
-    without = chat.filter_by_length(tokenizer, [PLAIN], 0, thinking=False)
-    assert learned(tokenizer, without) == ["On its way.<|im_end|>"]
-    with refused("Row 2: from token"):
-        check(tokenizer, [PLAIN, THINKS], thinking=False)
+    [without] = chat.Renderer(tokenizer, "prompt_completion", thinking=False).encode_all([PLAIN])
+    assert tokenizer.decode(list(itertools.compress(without.ids, without.trained))) == "On its way.<|im_end|>"
 
 
 @pytest.mark.parametrize(("template", "rows", "may"), [
@@ -206,7 +210,7 @@ def test_when_a_server_may_be_asked_not_to_think(bare: Any, template: str, rows:
     assert chat.may_skip_thinking(tokenizer, rows) is may
 
 
-def test_thoughts_are_trained_or_refused(bare: Any) -> None:
+def test_thoughts_are_trained_or_refused(bare: Any, monkeypatch: Any) -> None:
     glm, qwen = with_template(bare, "glm4moe", eos="<|user|>"), with_template(bare, "qwen2_5")
     inline = talk("a?", "<think>hm</think>b.", "c?", "<think>ho</think>d.")
     apart = [inline[0], {"role": "assistant", "content": "b.", "reasoning_content": "hm"}, *inline[2:]]
@@ -215,8 +219,9 @@ def test_thoughts_are_trained_or_refused(bare: Any) -> None:
         fitted = chat.filter_by_length(glm, rows, 0)
         assert fitted.form.value == "prompt_completion" and chat.check_contract(fitted).answers == 4
         assert [text.count("h") for text in learned(glm, fitted)] == [2, 2, 3, 3]
-        with refused("Row 2: the chat", "'hm'"):
-            check(glm, rows, "messages")
+        with monkeypatch.context() as forced, refused("Row 2: the chat", "'hm'"):
+            always("messages", forced)
+            check(glm, rows)
     with refused("the chat template leaves out or changes", "'hm'"):
         check(qwen, [{"messages": apart}])
 
@@ -260,25 +265,10 @@ def test_packing_truncation_and_collator_keep_every_trained_token(tiny: Any, tmp
         chat.check_trainer(cutting, report)
 
 
-def test_a_collator_that_masks_padding_by_its_id_is_refused(tiny: Any) -> None:
-    from transformers import DataCollatorForLanguageModeling
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as Trl
-
-    tiny.pad_token = tiny.eos_token
-    fitted = chat.filter_by_length(tiny, ROWS, 512)
-    report = chat.check_contract(fitted)
-    trainer = SimpleNamespace(train_dataset=chat.training_dataset(fitted), data_collator=Trl(tiny.pad_token_id))
-    chat.check_trainer(trainer, report)  # TRL's collator pads labels by position
-    by_id = DataCollatorForLanguageModeling(tiny, mlm=False)
-    trainer.data_collator = lambda rows: by_id([{"input_ids": row["input_ids"]} for row in rows])
-    with refused("; the contract check counted"):
-        chat.check_trainer(trainer, report)
-
-
 def test_validation_rows_are_spread_and_long_ones_left_out(tokenizer: Any) -> None:
     fitted = chat.filter_by_length(tokenizer, [{"messages": SHORT}, {"messages": MIDDLE}], 40)
     rows = [{"messages": one} for one in (SHORT, LONG, MIDDLE, SHORT)]
-    ids = [chat.View(tokenizer, "messages").encode(one)[0] for one in (SHORT, MIDDLE)]
+    ids = [list(chat.Renderer(tokenizer, "messages").encode({"messages": one}).ids) for one in (SHORT, MIDDLE)]
     two, all_rows = (chat.validation_dataset(fitted, rows, count) for count in (2, 9))
     assert two and two["input_ids"][:] == ids and all_rows and len(all_rows) == 3
     assert chat.validation_dataset(fitted, rows, 0) is chat.validation_dataset(fitted, [], 9) is None
@@ -312,7 +302,7 @@ def answered(text: str) -> str:
 
 @pytest.mark.parametrize(("template", "problem", "words"), [
     (answered(ANSWER.replace("<|im_end|>", "<|endoftext|>")), "the last trained token", "'<|endoftext|>'"),
-    (answered("{% generation %}{% endgeneration %}{{ m.content }}<|im_end|>"), "around each answer", "not trained"),
+    (answered("{% generation %}{% endgeneration %}{{ m.content }}<|im_end|>"), "Put {% generation %}", "not trained"),
     (answered("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"), "around each answer", "<|im_end|>"),
     ("{% generation %}" + answered("{{ m.content }}<|im_end|>") + "{% endgeneration %}", "{% generation %}", "n 1,"),
     (answered(ANSWER.replace("<|im_end|>", "<|im_end|> Bye.")), "around each answer", "no part of an answer"),
@@ -324,14 +314,18 @@ def answered(text: str) -> str:
     ("qwen3_5_think", "a server would send", ""), ("deepseek_r1_distill", "a server would send", ""),
 ], ids=["pad token as stop", "all masked", "stop outside the mask", "prompt trained", "words after the stop token",
         "literal prefix", "upper case", "cut", "first character lost", "undefined", "thinks", "R1"])  # fmt: skip
-def test_templates_that_break_the_contract(bare: Any, template: str, problem: str, words: str) -> None:
+def test_templates_that_break_the_contract(
+    bare: Any, template: str, problem: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "generation %" in template:
+        always("messages", monkeypatch)
     with refused("Row 1: ", problem, words):
-        check(with_template(bare, template), [{"messages": TWO}], "messages" if "generation %" in template else "")
+        check(with_template(bare, template), [{"messages": TWO}])
 
 
 @pytest.mark.parametrize(("rows", "row", "problem", "words"), [
-    ([*ROWS, *rows_of("Where?", "On its way.<|im_end|> Or is it?")], 3, "generation ends there", "'<|im_end|>'"),
-    ([*ROWS, *rows_of("Where?", "On its way.<|im_end|>")], 3, "generation ends there", "'<|im_end|>'"),
+    ([*ROWS, *rows_of("Where?", "On its way.<|im_end|> Or is it?")], 3, "leaves out or changes", "<|im_end|>"),
+    ([*ROWS, *rows_of("Where?", "On its way.<|im_end|>")], 3, "leaves out or changes", "<|im_end|>"),
     ([*ROWS, *rows_of("Where?", "\nOn its way.")], 3, "a server would send", "line break"),  # melts into the prompt
     (TOOL_ROWS, 1, "leaves out its tools", ""),  # the template leaves them out
     ([{"messages": TOOL_ROWS[0]["messages"]}], 1, "leaves out or changes", "a call of 'weather'"),
@@ -352,7 +346,7 @@ def test_characters_a_tokenizer_normalizes_are_not_lost(bare: Any) -> None:
     assert check(with_template(made, MARKED), rows).answers == 1
 
 
-def test_what_cannot_be_rendered_is_refused(bare: Any, tokenizer: Any) -> None:
+def test_what_cannot_be_rendered_is_refused(bare: Any, tokenizer: Any, monkeypatch: Any) -> None:
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + MARKED
     with refused("Row 3: the chat", "no system"):
         check(with_template(bare, strict), [*ROWS, {"messages": [{"role": "system", "content": "Be kind."}, *ONE]}])
@@ -362,8 +356,9 @@ def test_what_cannot_be_rendered_is_refused(bare: Any, tokenizer: Any) -> None:
         with refused("Row 1: the last", "'<|im_end|>'"):
             check(tokenizer, stop_ids=stops)
     once = with_template(bare, answered(ANSWER.replace("m.content", "m.content if not loop.last else ''")))
+    always("messages", monkeypatch)
     with refused("the chat template leaves out or changes", "'Here.'"):  # an answer is looked for in its own place
-        check(once, rows_of("Where?", "Here.", "Where?", "Here."), "messages")
+        check(once, rows_of("Where?", "Here.", "Where?", "Here."))
 
 
 @pytest.mark.install
@@ -388,7 +383,6 @@ def test_real_qwen_tokenizers_keep_the_contract(name: str, tmp_path: Path) -> No
     assert chat.check_contract(fitted).answers == 5
     assert CALL in (text := "".join(learned(tokenizer, fitted))) and "tool_response" not in text
     assert chat.may_skip_thinking(tokenizer, [PLAIN]) is (name == "qwen3")
-    assert learned(tokenizer, chat.filter_by_length(tokenizer, [PLAIN], 0, thinking=False)) == ["On its way.<|im_end|>"]
 
 
 def test_a_template_that_counts_to_a_billion_is_refused_at_once() -> None:

@@ -53,7 +53,7 @@ def test_the_course_merges_a_model_that_is_the_adapter_and_helps(course_run: Pat
     gaps = entry["parity"]["gaps"]
     assert entry["parity"]["holds"] and gaps["merged against full"]["mean"] < 1e-6 < gaps["full against 4bit"]["mean"]
     page = (course_run / "evaluation/report.html").read_text(encoding="utf-8")
-    assert "<svg" in page and "exact match" in (course_run / "report.md").read_text(encoding="utf-8")
+    assert "exact match" in page and "exact match" in (course_run / "report.md").read_text(encoding="utf-8")
     names = {file.name for file in (course_run / "merged").iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "complete.json"} <= names
     assert "quantization_config" not in json.loads((course_run / "merged/config.json").read_text())

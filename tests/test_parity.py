@@ -1,4 +1,4 @@
-"""parity: the same model is found to be the same, a changed one is not, whoever computes it and wherever it lies."""
+"""parity: the same model is found to be the same, a changed one is not, whoever computes it."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from support import refused
 from nbutils import data, evaluation, files, hardware, merging, parity, platforms, profiles, record
 from nbutils.evaluation import Size
 from nbutils.evaluation import placement as placing
-from nbutils.parity import Fixed, Predictions
+from nbutils.parity import FixedSet, Predictions
 
 URL, KEY = "http://127.0.0.1:8000/v1", "not-a-secret-only-a-test"
 Found = dict[str, Predictions]
@@ -55,56 +55,58 @@ def evaluator(tmp_path_factory: pytest.TempPathFactory) -> evaluation.Evaluator:
 
 
 @pytest.fixture(scope="module")
-def texts(evaluator: evaluation.Evaluator) -> Fixed:
-    return parity.fixed_set(evaluator, evaluator.general(), model=str(files.TINY_MODEL), limit=256)
+def texts(evaluator: evaluation.Evaluator) -> FixedSet:
+    return parity.fixed_set(evaluator, evaluator.general(), limit=256)
 
 
 @pytest.fixture(scope="module")
-def store(base: Any, adapter: Path, texts: Fixed) -> Found:
+def store(base: Any, adapter: Path, texts: FixedSet) -> Found:
     """The base, the tuned model, and the merged one; measured once for all tests."""
-    tuned = parity.add_adapter(tiny(), adapter)
+    from peft import PeftModel
+
+    tuned = PeftModel.from_pretrained(tiny(), adapter)
     found = {"base": parity.measure(base, texts), "full": parity.measure(tuned, texts)}
     return found | {"merged": parity.measure(tuned.merge_and_unload(), texts)}
 
 
-def kept(folder: Path, texts: Fixed, given: Found, about: Any = ()) -> parity.PredictionStore:
-    found = parity.PredictionStore(folder, texts, dict(about))
-    found.update(given)
+def kept(folder: Path, texts: FixedSet, given: Found, about: Any = ()) -> parity.PredictionStore:
+    found = parity.new_store(folder, texts, dict(about))
+    for name, predictions in given.items():
+        found.add(name, predictions)
     return found
 
 
 def shifted(reading: Predictions, by: float) -> Predictions:
     torch.manual_seed(0)
-    return Predictions((reading.logs + by * torch.randn_like(reading.logs)).log_softmax(-1), None, reading.answers)
+    return Predictions((reading.logs + by * torch.randn_like(reading.logs)).log_softmax(-1))
 
 
-def test_the_fixed_set_is_small_and_ends_within_the_references(evaluator: evaluation.Evaluator, texts: Fixed) -> None:
-    assert len(texts.texts) == parity.HELD_OUT_ROWS + parity.GENERAL_ROWS and texts.stops == [2]
-    assert 100 < texts.positions <= 256
+def test_the_fixed_set_is_small_and_ends_within_the_references(
+    evaluator: evaluation.Evaluator, texts: FixedSet
+) -> None:
+    assert len(texts.texts) == parity.HELD_OUT_ROWS + parity.GENERAL_ROWS
+    assert 100 < sum(texts.measured) <= 256
     answer = evaluator.tokenizer.decode(texts.texts[0][-texts.measured[0] :], skip_special_tokens=True)
     assert evaluator.references[0].startswith(answer.strip()[:8])
     assert evaluator.prompts[0] == texts.texts[0][: -texts.measured[0]]
-    assert parity.fixed_set(evaluator, evaluator.general(), model=str(files.TINY_MODEL), limit=256) == texts
+    assert parity.fixed_set(evaluator, evaluator.general(), limit=256) == texts
     short = parity.fixed_set(evaluator, limit=40)  # what is too long loses its beginning
-    assert max(map(len, short.texts)) == 39 and max(map(len, short.prompts)) <= 40 - parity.ANSWER_TOKENS
+    assert max(map(len, short.texts)) == 39
 
 
 @pytest.mark.slow
-def test_predictions_are_what_the_model_says_without_padding(base: Any, texts: Fixed, store: Found) -> None:
+def test_predictions_are_what_the_model_says_without_padding(base: Any, texts: FixedSet, store: Found) -> None:
     at = 0
     for text, count in zip(texts.texts[:3], texts.measured[:3], strict=True):
         alone = base(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)[-count - 1 : -1]
         assert torch.allclose(store["base"].logs[at : at + count], alone, atol=1e-4)
         at += count
-    ids = torch.tensor([texts.prompts[0]])
-    alone = base.generate(ids, max_new_tokens=texts.answer_tokens, do_sample=False, eos_token_id=texts.stops)
-    assert (store["base"].answers or [])[0] == alone[0, ids.shape[1] :].tolist()
 
 
-def test_predictions_that_are_no_numbers_are_refused(base: Any, texts: Fixed, monkeypatch: Any) -> None:
+def test_predictions_that_are_no_numbers_are_refused(base: Any, texts: FixedSet, monkeypatch: Any) -> None:
     monkeypatch.setattr(base.lm_head, "forward", lambda hidden: hidden @ base.lm_head.weight.T * torch.nan)
     with refused("The model's logits contain NaN or infinity: a value"):
-        parity.measure(base, texts, answers=False)
+        parity.measure(base, texts)
 
 
 def test_the_gap_is_the_divergence_of_the_book_and_a_coarse_one_a_lower_bound(store: Found) -> None:
@@ -129,21 +131,21 @@ def merged(tmp_path: Path) -> Path:
 
 
 def test_merging_keeps_the_model_and_the_server_is_added_later(
-    tmp_path: Path, merged: Path, texts: Fixed, store: Found
+    tmp_path: Path, merged: Path, texts: FixedSet, store: Found
 ) -> None:
-    found = parity.Report(kept(tmp_path, texts, store, {"adapter": 1}))
+    found = parity.ParityReport(kept(tmp_path, texts, store, {"adapter": 1}))
     found.require()
     assert found.holds and found.facts()["parity"]["holds"] and found.noise == 1e-6
     assert found.predictions.gap("full", "merged").mean < 1e-7 < 1e-2 < found.predictions.gap("full", "base").mean
     assert [line.verdict for line in found.lines] == ["what the tuning changed", "the same model"]
-    assert found.table()[-1]["same answers"] == "16 of 16"
+    assert found.lines[-1].gap.columns["same next token"] == f"{sum(texts.measured)} of {sum(texts.measured)}"
     later = parity.load_predictions(tmp_path, merged)
-    assert set(later) == {"base", "full", "merged"} and later.fixed == texts
-    assert parity.Report(later).table() == found.table()
-    later["vllm"] = store["merged"].shortened(20)
-    table = parity.Report(parity.load_predictions(tmp_path, merged)).table()
-    assert [row["verdict"] for row in table] == ["what the tuning changed", "the same model", "the same model"]
-    assert table[-1]["KL mean"].startswith("at least")
+    assert set(later.forms) == {"base", "full", "merged"} and later.fixed == texts
+    assert parity.ParityReport(later).lines == found.lines
+    later.add("vllm", store["merged"].shortened(20))
+    lines = parity.ParityReport(parity.load_predictions(tmp_path, merged)).lines
+    assert [line.verdict for line in lines] == ["what the tuning changed", "the same model", "the same model"]
+    assert "merged, in vLLM, at least" in str(lines[-1])
 
 
 @pytest.mark.parametrize(("given", "holds"), [
@@ -158,13 +160,13 @@ def test_merging_keeps_the_model_and_the_server_is_added_later(
     ({"full": 0.0, "merged": 0.0, "4bit": 2.0}, True),  # a price never fails
     ({"4bit": 0.0, "merged": 0.0}, False),  # nothing that must be the same was compared
 ])  # fmt: skip
-def test_what_holds(tmp_path: Path, texts: Fixed, store: Found, given: dict[str, Any], holds: bool) -> None:
+def test_what_holds(tmp_path: Path, texts: FixedSet, store: Found, given: dict[str, Any], holds: bool) -> None:
     """Each form is the tuned model shifted by so much, or (None) the base."""
     tuned, onto = store["full"], given.get("onto", "full")
     shifts = {name: by for name, by in given.items() if name != "onto"}
     forms = {name: store["base"] if by is None else shifted(tuned, by) for name, by in shifts.items()}
     forms |= {"vllm": forms["vllm"].shortened(20)} if "vllm" in forms else {}
-    report = parity.Report(kept(tmp_path, texts, {"base": store["base"]} | forms, {"onto": onto}))
+    report = parity.ParityReport(kept(tmp_path, texts, {"base": store["base"]} | forms, {"onto": onto}))
     judged = [line.reference for line in report.lines if line.judged and line.other == "merged"]
     assert report.holds is holds and judged in ([], ["4bit" if onto == "dequantized" else "full"])
     if not holds:
@@ -172,29 +174,27 @@ def test_what_holds(tmp_path: Path, texts: Fixed, store: Found, given: dict[str,
             report.require()
 
 
-def test_a_small_tuning_that_was_lost_is_found_beyond_the_noise(tmp_path: Path, texts: Fixed, store: Found) -> None:
+def test_a_small_tuning_that_was_lost_is_found_beyond_the_noise(tmp_path: Path, texts: FixedSet, store: Found) -> None:
     base = store["base"]
     found = kept(tmp_path, texts, {"base": base, "full": shifted(base, 0.1), "merged": base})
-    assert not parity.Report(found).holds
-    found["again"] = shifted(base, 0.12)  # rounding alone moves it as far
-    assert parity.Report(found).holds
+    assert not parity.ParityReport(found).holds
+    found.add("again", shifted(base, 0.12))  # rounding alone moves it as far
+    assert parity.ParityReport(found).holds
     same = kept(tmp_path / "same", texts, dict.fromkeys(("base", "full", "merged", "again"), base))
-    assert parity.Report(same).holds  # nothing was learnt, so nothing was lost
+    assert parity.ParityReport(same).holds  # nothing was learnt, so nothing was lost
 
 
-def test_the_noise_is_what_smaller_batches_change(tmp_path: Path, base: Any, texts: Fixed, monkeypatch: Any) -> None:
+def test_the_noise_is_what_smaller_batches_change(tmp_path: Path, base: Any, texts: FixedSet, monkeypatch: Any) -> None:
     sizes, forward = list[int](), type(base).forward
     watched = lambda self, **given: sizes.append(len(given["input_ids"])) or forward(self, **given)  # noqa: E731
     monkeypatch.setattr(type(base), "forward", watched)
-    found = parity.PredictionStore(tmp_path, texts, {})
-    found.read_merged(base, answers=False)  # lies partly on disk: few runs
-    assert sizes == [16, 8, 8] and found.gap("merged", "again").mean < 1e-6 == parity.Report(found).noise
-    monkeypatch.setattr(parity, "generate_ids", lambda _, prompts, *rest: [[2]] * len(prompts))
+    found = parity.new_store(tmp_path, texts, {})
     found.read_merged(base)
-    assert sizes[3:] == [16] + [1] * 16
+    assert sizes == [16] + [1] * 16
+    assert found.gap("merged", "again").mean < 1e-6 == parity.ParityReport(found).noise
 
 
-def test_other_or_damaged_predictions_are_refused(tmp_path: Path, merged: Path, texts: Fixed, store: Found) -> None:
+def test_other_or_damaged_predictions_are_refused(tmp_path: Path, merged: Path, texts: FixedSet, store: Found) -> None:
     def kept_again() -> Path:
         kept(tmp_path, texts, store, {"adapter": 1})
         parity.load_predictions(tmp_path, merged)
@@ -206,6 +206,11 @@ def test_other_or_damaged_predictions_are_refused(tmp_path: Path, merged: Path, 
         with refused("No predictions of"):
             parity.load_predictions(tmp_path, merged)
     good = json.loads((kept_again() / "parity.json").read_text())
+    older = {"fixed": good["fixed"] | {"prompts": [[1]], "stops": [2], "pad": 0, "answer_tokens": 16}, "positions": 9}
+    older["readings"] = {name: {"answers": [[1]]} for name in store}
+    older["gaps"] = {name: numbers | {"same_answers": 1, "answers": 1} for name, numbers in good["gaps"].items()}
+    (tmp_path / "evaluation/parity.json").write_text(json.dumps(good | older))
+    assert parity.load_predictions(tmp_path, merged).stored.gaps == parity.StoredParity(**good).gaps
     for wrong in ({"gaps": {"x": {"kl": 1.0}}}, {"readings": ["full"]}, None):
         (kept_again() / "parity.json").write_text(json.dumps(good | wrong) if wrong else "{")
         with refused("No predictions of"):
@@ -237,11 +242,11 @@ def started(tmp_path: Path, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> 
     load = profile.from_pretrained.model_copy(update={"dtype": "float32"})
     profile = profile.model_copy(update={"from_pretrained": load, "method": "qlora"})
     given = {"run": record.RunFolder(tmp_path / "run"), "profile": profile, "model": str(files.TINY_MODEL)}
-    return SimpleNamespace(**given, scratch=tmp_path / "scratch")
+    return SimpleNamespace(**given)
 
 
 def place(started: Any) -> placing.Placement:
-    return evaluation.place_model(started.model, started.run.adapter, started.profile, started.scratch)
+    return evaluation.place_model(started.model, started.run.adapter, started.profile)
 
 
 def merged_onto(started: Any, onto: str) -> Path:
@@ -263,11 +268,9 @@ def test_the_proof_holds_with_one_model_at_a_time_and_a_changed_model_stops_it(s
     facts = proof.facts()["parity"]
     assert facts["holds"] and "4-bit" in str(proof)
     assert facts["gaps"]["merged against full"]["mean"] < 1e-6 < facts["gaps"]["full against 4bit"]["mean"]
-    base = placement.load(started.model)  # it stayed, and the adapter is gone
-    assert loads == [str(folder), started.model, started.model] and placement.loaded is base
-    assert not any("lora" in name for name, _ in base.named_modules())
+    assert loads == [str(folder), started.model, started.model] and placement.loaded is None
     read = parity.load_predictions(started.run.path, folder)
-    assert parity.gap(read["base"], parity.measure(base, read.fixed, answers=False)).mean < 1e-9
+    assert parity.gap(read.forms["base"], parity.measure(tiny(), read.fixed)).mean < 1e-9
     words = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = words["model"]["vocab"]
     first, second = read.fixed.texts[0][-3:-1]  # tokens of an answer change places
@@ -279,46 +282,29 @@ def test_the_proof_holds_with_one_model_at_a_time_and_a_changed_model_stops_it(s
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_fit_is_read_from_disk_and_leaves_nothing_there(started: Any, monkeypatch: Any) -> None:
-    """A merge into the dequantized base is then what the 4-bit model computes."""
-    monkeypatch.setattr(placing, "fit", lambda *sizes: placing.Fit(False, {"cpu": "8MiB"}, "RAM"))
+def test_a_merge_into_the_dequantized_base_is_what_the_4_bit_model_computes(started: Any) -> None:
     folder, placement = merged_onto(started, "dequantized"), place(started)
+    gaps = parity.prove(started.run, started.profile, placement, folder).facts()["parity"]["gaps"]
+    assert gaps["merged against 4bit"]["mean"] < 1e-6 < gaps["full against 4bit"]["mean"]
+
+
+def test_without_room_for_the_model_only_tokens_are_compared(started: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(placing, "fit", lambda *sizes: False)
+    folder, placement = merged_onto(started, "full"), place(started)
     proof = parity.prove(started.run, started.profile, placement, folder)
-    gaps = proof.facts()["parity"]["gaps"]
-    assert gaps["merged against 4bit"]["mean"] < 1e-6 < gaps["full against 4bit"]["mean"] and "4-bit" not in str(proof)
-    assert not (started.scratch / "offload").exists() and placement.loaded_from[::2] == (started.model, True)
-
-
-def on_disk(folder: Path, adapter: Path, memory: dict[int | str, str]) -> Any:
-    model = tiny(device_map="auto", max_memory=memory, offload_folder=str(folder))
-    assert "disk" in model.hf_device_map.values()
-    return parity.add_adapter(model, adapter)
-
-
-def test_a_model_that_lies_on_disk_reads_the_same(
-    tmp_path: Path, adapter: Path, texts: Fixed, store: Found, monkeypatch: Any
-) -> None:
-    """PEFT's own way left a copy of the whole base in the current folder."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    found = parity.PredictionStore(tmp_path, texts, {})
-    found.read_tuned("full", on_disk(tmp_path / "offload", adapter, {"cpu": "8MiB"}), answers=False)
-    assert found["full"].answers is None and parity.gap(store["full"], found["full"]).mean < 1e-9
-    assert parity.gap(store["base"], found["base"]).mean < 1e-9 and found.gap("full", "base").same_answers is None
-    found["merged"] = store["merged"]
-    assert parity.Report(found).holds and not list((tmp_path / "here").iterdir())
+    assert proof.facts() == {"parity": {}} and "does not fit" in str(proof) and placement.loaded is None
+    with refused("No predictions of"):
+        parity.load_predictions(started.run.path, folder)
 
 
 @pytest.mark.gpu
-def test_4_bit_and_offloaded_models_read_on_the_gpu(tmp_path: Path, adapter: Path, texts: Fixed) -> None:
+def test_4_bit_models_read_on_the_gpu(adapter: Path, texts: FixedSet) -> None:
+    from peft import PeftModel
     from transformers import BitsAndBytesConfig
 
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     model = tiny(quantization_config=four_bit, device_map={"": 0}, dtype=torch.bfloat16)
-    assert len(parity.measure(parity.add_adapter(model, adapter), texts, answers=False).logs) == texts.positions
-    whole = parity.measure(parity.add_adapter(tiny(device_map={"": 0}), adapter), texts, answers=False)
-    found = parity.measure(on_disk(tmp_path, adapter, {0: "9MiB", "cpu": "5MiB"}), texts, answers=False)
-    assert parity.gap(whole, found).mean < 1e-6
+    assert len(parity.measure(PeftModel.from_pretrained(model, adapter), texts).logs) == sum(texts.measured)
 
 
 @pytest.mark.parametrize(("gib", "gpu", "fits"), [
@@ -326,40 +312,28 @@ def test_4_bit_and_offloaded_models_read_on_the_gpu(tmp_path: Path, adapter: Pat
 ])  # fmt: skip
 def test_what_fits_is_decided_by_free_memory(gib: float, gpu: Any, fits: bool, monkeypatch: Any) -> None:
     """A 7B does not fit on a T4 of Colab, a 3B does; a 7B fits on 24 GB, and not on a machine without a GPU."""
-    ram = 11.0
-    monkeypatch.setattr(platforms, "free_memory_gib", lambda: SimpleNamespace(value=ram))
+    monkeypatch.setattr(platforms, "free_memory_gib", lambda: SimpleNamespace(value=11.0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int((gpu or 0) * 2**30), 0))
-    decided, memory, _ = placing.fit(gib, gpu)
-    sizes = {place: int(size.removesuffix("MiB")) / 1024 for place, size in memory.items()}
-    assert decided is fits and sizes["cpu"] < ram / 2 and (gpu is None or sizes[0] < gpu - 2)
+    assert placing.fit(gib, gpu) is fits
 
 
 def test_how_models_are_loaded_on_this_machine(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     small = place(started)
-    assert small.fits and small.loading == small.unquantized == {"dtype": "float32", "device_map": {"": "cpu"}}
+    assert small.fits and small.loading == {"dtype": "float32", "device_map": {"": "cpu"}}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(14.7 * 2**30), 0))
     monkeypatch.setattr(merging, "size_gib", lambda *given: 14.2)
     monkeypatch.setattr(hardware, "gpu", object)
-    folder = started.scratch / "offload"
     tight = place(started)
-    assert not tight.fits and "14.7 GiB free" in tight.reason and tight.unquantized["device_map"] == "auto"
+    assert not tight.fits and "14.2 GiB" in tight.reason
     assert tight.loading == tight.in_4_bits and tight.loading["quantization_config"].load_in_4bit
-    folder.mkdir(parents=True)
-    small.free()
-    assert folder.exists()
-    tight.free()
-    assert not folder.exists()
 
 
 @pytest.fixture
-def server(texts: Fixed, store: Found) -> Any:
+def server(texts: FixedSet, store: Found) -> Any:
     """Speaks /v1/completions as vLLM does, out of `reading`, if it `tells`; asks for a key."""
     serves = SimpleNamespace(reading=store["merged"], tells=True)
 
     def choice(asked: dict[str, Any]) -> dict[str, Any]:
-        if "prompt_logprobs" not in asked:
-            assert asked["stop_token_ids"] == texts.stops and asked["temperature"] == 0
-            return {"token_ids": serves.reading.answers[texts.prompts.index(asked["prompt"])]}
         row = texts.texts.index(asked["prompt"])
         start, count = sum(texts.measured[:row]), texts.measured[row]
         short = serves.reading.shortened(asked["prompt_logprobs"])
@@ -381,13 +355,13 @@ def server(texts: Fixed, store: Found) -> Any:
     return serves
 
 
-def test_a_server_is_read_token_by_token(server: Any, texts: Fixed, store: Found) -> None:
+def test_a_server_is_read_token_by_token(server: Any, texts: FixedSet, store: Found) -> None:
     same = parity.gap(store["merged"], parity.measure_server(server.client(api_key=KEY), "course", texts))
-    assert same.mean < 1e-6 and same.coarse and (same.same_answers, same.answers) == (16, 16)
-    assert same.same_choices == same.positions == texts.positions
+    assert same.mean < 1e-6 and same.coarse
+    assert same.same_choices == same.positions == sum(texts.measured)
     server.reading = store["base"]
     other = parity.gap(store["merged"], parity.measure_server(server.client(api_key=KEY), "course", texts))
-    assert other.mean > 0.01 and (other.same_answers or 0) < 16
+    assert other.mean > 0.01
     for key, server.tells in (("wrong", True), (KEY, False)):
         with refused(f"server at {URL}/ did not"):
             parity.measure_server(server.client(api_key=key), "course", texts)

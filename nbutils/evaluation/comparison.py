@@ -6,18 +6,16 @@ further than chance explains. Its texts are in texts.yaml; in the page they are 
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from nbutils import data, display, files, hardware, platforms, record
+from nbutils import data, display, files, record
 from nbutils.chat import may_skip_thinking
 from nbutils.config import Profile
 from nbutils.data.evidence import ALPHA, DECIDING, FEW_ROWS, LEAST_ROWS
@@ -30,13 +28,11 @@ from nbutils.evaluation.scores import Difference, Estimate
 from nbutils.language import joined, language, tr
 from nbutils.record import RunFolder
 
-PANELS = ("exact_match", "character_f1", "rouge_l", "content", "loss", "stopped")
 LEAST_GENERAL = 10  # rows; below: no word on forgetting
 CUT_OFF = 0.2  # share of unfinished thinking that makes a comparison worthless
 FORGOT_PERPLEXITY = 1.10  # ratio above
 FORGOT_F1 = -0.05  # change below
-SAMPLES = 6  # rows of each list in the page
-LONGEST = 1200  # characters of a text in the page
+WORST = 6  # rows of the list in the page
 IN_4_BITS = "weights in 4 bits"  # how models that do not fit are asked
 
 
@@ -146,25 +142,14 @@ class Comparison:
         return "helped" if rose else "harmed"
 
     def _flags(self) -> list[str]:
-        """What looks wrong: few rows, and answers that were cut off."""
-        rows = len(self.base.answers)
+        """What looks wrong: few rows, and answers of the tuned model that were cut off."""
+        rows = len(self.tuned.answers)
+        cut = sum(not answer.stopped for answer in self.tuned.answers)
         flags = []
         if rows < FEW_ROWS:
             flags.append(tr(TEXTS["few_rows"], rows=rows))
-        longest = max(map(len, self.evaluator.references))
-        for result in self.results:
-            cut = [answer.text for answer in result.answers if not answer.stopped]
-            if result is self.base:  # it may be wordy
-                cut = [text for text in cut if len(text) < longest]
-            if len(cut) > rows / 10:
-                flags.append(
-                    tr(
-                        TEXTS["cut_off"],
-                        name=tr(result.name),
-                        count=len(cut),
-                        rows=rows,
-                    )
-                )
+        if cut > rows / 10:
+            flags.append(tr(TEXTS["cut_off"], count=cut, rows=rows))
         return flags
 
     @cached_property
@@ -180,12 +165,11 @@ class Comparison:
             word = "forgot"
         else:
             word = "kept" if ratio.high <= FORGOT_PERPLEXITY else "unclear"
-        meaning = TEXTS["slightly_worse"] if word == "kept" and f1.high < 0 else TEXTS["forgetting"][word]
         text = tr(
             "Perplexity x {ratio}, character F1 {f1}: {means}.",
             ratio=ratio.text(".3g"),
             f1=f1.text("+.3f"),
-            means=tr(meaning),
+            means=tr(TEXTS["forgetting"][word]),
         )
         return Forgetting(word, ratio, f1, text)
 
@@ -218,15 +202,9 @@ class Comparison:
         display.show_table(results[0].evaluator.table(columns, rows))
 
     def plot(self, *names: str) -> None:
-        """The scores as a figure, also in evaluation/scores.png."""
-        display.show_figure(self._figure(names), self.page.with_name("scores.png"))
-
-    def _figure(self, names: Sequence[str]) -> Any:
-        """Small panels, three in a line, the models from left to right: a dot with its interval each."""
-        lines = math.ceil(len(names) / 3)
-        size = (8.4, 2.2 * lines)
-        figure, axes = display.pyplot().subplots(lines, 3, figsize=size, squeeze=False)
-        for panel, score in zip(axes.flat, names, strict=False):
+        """The scores as a figure, also in evaluation/scores.png: the models from left to right, a dot each."""
+        figure, axes = display.pyplot().subplots(1, len(names), figsize=(8.4, 2.2), squeeze=False)
+        for panel, score in zip(axes.flat, names, strict=True):
             for name, mean in self.means[score].items():
                 below = mean.mean - mean.low
                 above = mean.high - mean.mean
@@ -241,43 +219,26 @@ class Comparison:
             panel.margins(x=0.4)
             panel.grid(axis="y", alpha=0.25)
         figure.tight_layout()
-        return figure
+        display.show_figure(figure, self.page.with_name("scores.png"))
 
-    def write_page(self, run: str, measured_with: Mapping[str, str]) -> None:
-        """Write the HTML report; `measured_with` says how it was measured (GPU, versions, dtype)."""
-        import matplotlib.pyplot as plt
-
-        figure = self._figure(PANELS)
-        svg = io.StringIO()
-        figure.savefig(svg, format="svg")
-        plt.close(figure)  # a notebook shows every figure that is left open
+    def write_page(self, run: str) -> None:
+        """Write the HTML report, with the answers that are least like their references."""
+        similar = self.tuned.scores["rouge_l"]
+        worst = sorted(range(len(similar)), key=similar.__getitem__)
         page = display.render(
             "report.html",
             run=run,
-            date=f"{datetime.now():%Y-%m-%d %H:%M}",
             comparison=self,
             evaluator=self.evaluator,
-            measured_with=measured_with,
-            first=range(min(SAMPLES, len(self.tuned.answers))),
-            worst=self._worst()[:SAMPLES],
+            worst=worst[:WORST],
             alpha=f"{ALPHA:g}",
             level=f"{scores.LEVEL:.0%}",
             descriptions=[score.description for score in SHOWN.values()],
             shown=_for_others,
             answer=scores.without_thinking,
-            svg=svg.getvalue().partition("<svg")[2],
             language=language(),
         )
         files.write_text(self.page, page.encode("utf-8", "replace").decode("utf-8") + "\n")
-
-    def _worst(self) -> list[int]:
-        """The rows that are wrong after the tuning: first those that were right before it."""
-        was_right = self.base.scores["exact_match"]
-        is_right = self.tuned.scores["exact_match"]
-        similar = self.tuned.scores["rouge_l"]
-        wrong = [row for row, right in enumerate(is_right) if not right]
-        wrong.sort(key=lambda row: (-was_right[row], similar[row]))
-        return wrong
 
     def facts(self) -> Facts:
         """All numbers for facts.json."""
@@ -320,12 +281,8 @@ class Comparison:
     def _summary(self) -> list[str]:
         """The lines of the run's report."""
         lines = [self.verdict.outcome]
-        for score in ("exact_match", "content"):
-            label, form, _ = SHOWN[score]
-            means = []
-            for name, mean in self.means[score].items():
-                means.append(f"{tr(name)} {mean.text(form)}")
-            lines.append(joined([tr(label), joined(means)], ":"))
+        for row in self.table("exact_match", "content"):
+            lines.append(joined(f"{name} {value}" for name, value in row.items()))
         lines += [f"[WARN] {flag}" for flag in self.verdict.flags]
         lines.append(tr("all of it: [evaluation/report.html](evaluation/report.html)"))
         return lines
@@ -350,17 +307,14 @@ def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -
     Example:
         display.show_table(score_table(model.evaluator, {"tuned": model.ask(server)}))
     """
-    results = [evaluator.result(name, given) for name, given in answers.items()]
+    results = [evaluator.result(name, of_model) for name, of_model in answers.items()]
     means = mean_scores(results, ("exact_match", "character_f1", "rouge_l", "stopped"))
     return [_table_row(score, means) for score in means]
 
 
 def _for_others(value: Any) -> str:
-    """A text for the page: private data masked, control characters visible, cut if it is very long."""
-    text = "\n".join(map(shown, str(value or "").split("\n")))
-    if len(text) <= LONGEST:
-        return text
-    return tr("{text} … ({count} characters)", text=text[:LONGEST], count=len(text))
+    """A text for the page: private data masked, control characters visible."""
+    return "\n".join(map(shown, str(value or "").split("\n")))
 
 
 def open_evaluator(
@@ -377,8 +331,8 @@ def open_evaluator(
 
     _, held_out = data.load(run.data)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-    limits = (getattr(config, "max_position_embeddings", 0), limit)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    context = config.get_text_config().max_position_embeddings
     course = profile.course
     dtype = profile.from_pretrained.dtype
     return Evaluator(
@@ -388,7 +342,7 @@ def open_evaluator(
         Size(rows or course.evaluation_rows, course.evaluation_batch_size, course.max_new_tokens),
         f"{dtype}, {IN_4_BITS}" if in_4_bits else dtype,
         thinking=False if may_skip_thinking(tokenizer, held_out) else None,
-        limit=min(filter(None, limits), default=0),
+        limit=min(limit, context) if limit else context,
     )
 
 
@@ -410,60 +364,38 @@ def compare_models(
 
     evaluator = open_evaluator(run, profile, folder, in_4_bits=not placement.fits)
     general = evaluator.general()
-    plan = tr(
-        "{rows} held-out rows and {general} general ones; answers of at most {tokens} tokens",
-        rows=len(evaluator.rows),
-        general=len(general.rows),
-        tokens=evaluator.max_new_tokens,
-    )
-    if evaluator.thinking is False:
-        plan += tr(", asked without thinking")
-    print(plan)
 
     def ask(name: str, path: str | Path, fingerprint: Any) -> list[Result]:
-        return [asked.evaluate(name, placement.load(path), fingerprint) for asked in (evaluator, general)]
+        model = placement.load(path)
+        return [rows.evaluate(name, model, fingerprint) for rows in (evaluator, general)]
 
     base, general_base = ask("base", placement.model, model_fingerprint(placement.model, model_name))
     tuned, general_tuned = ask("merged", folder, files.stamp(folder))
     placement.free()
     comparison = Comparison(base, tuned, general_base, general_tuned)
-    measured_with = {
-        tr("model"): model_name,
-        tr("machine"): f"{platforms.detect().name}, {hardware.gpu() or 'CPU'}",
-        tr("versions"): ", ".join(f"{name} {version}" for name, version in record.versions().items()),
-    }
-    comparison.write_page(run.name, measured_with)
+    comparison.write_page(run.name)
     return comparison
 
 
-class StoredAnswers(NamedTuple):
-    """What the merged model answered in lesson 04, and the evaluator with these questions, references and tools."""
+def stored_answers(run: RunFolder, profile: Profile, folder: Path, rows: int = 0) -> tuple[Evaluator, list[Answer]]:
+    """An evaluator with the held-out questions for a server of the model in `folder`, and lesson 04's answers to them.
 
-    evaluator: Evaluator
-    answers: list[Answer]
-
-
-def stored_answers(run: RunFolder, profile: Profile, folder: Path, rows: int = 0) -> StoredAnswers:
-    """The held-out questions for a server of the model in `folder`, and lesson 04's answers to them, if it left some.
-
-    `rows`: the first ones only. `evaluator.dtype` says how the model computed ("float32", "bfloat16, weights in 4
-    bits", ...), `evaluator.thinking` how it was asked.
+    `rows`: the first ones only. There are no answers if lesson 04 asked another model, or in 4 bits.
     """
-    limit = profile.vllm.max_model_len
-    for in_4_bits in (False, True):
-        asked = open_evaluator(run, profile, folder, in_4_bits=in_4_bits)
-        stored = asked.stored_answers("merged", files.stamp(folder), folder)
-        known = {tuple(answer.prompt_ids): answer for answer in stored}
-        evaluator = open_evaluator(
-            run,
-            profile,
-            folder,
-            in_4_bits=in_4_bits,
-            rows=rows,
-            limit=limit,
-        )
-        prompts = [tuple(prompt) for prompt in evaluator.prompts]
-        if known.keys() >= set(prompts):
-            answers = [known[prompt] for prompt in prompts]
-            return StoredAnswers(evaluator, answers)
-    return StoredAnswers(open_evaluator(run, profile, folder, rows=rows, limit=limit), [])
+    of_lesson_04 = open_evaluator(run, profile, folder)
+    stored = of_lesson_04.stored_answers("merged", files.stamp(folder), folder)
+    known = {tuple(answer.prompt_ids): answer for answer in stored}
+    evaluator = open_evaluator(
+        run,
+        profile,
+        folder,
+        rows=rows,
+        limit=profile.vllm.max_model_len,
+    )
+    answers = []
+    for prompt in evaluator.prompts:
+        answer = known.get(tuple(prompt))
+        if answer is None:
+            return evaluator, []
+        answers.append(answer)
+    return evaluator, answers

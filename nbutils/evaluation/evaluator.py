@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nbutils.chat import View, common_length, find_stop_ids, rows_think, training_format
+from nbutils.chat import Renderer, find_stop_ids, rows_think, training_format
 from nbutils.data import stored_rows
 from nbutils.data.texts import mask
 from nbutils.errors import CourseError
 from nbutils.evaluation import inference, scores
-from nbutils.evaluation.inference import Answer, Row, RowLoss, Tokens
+from nbutils.evaluation.inference import Answer, Message, Row, RowLoss, Tokens
 from nbutils.evaluation.scores import Difference, Estimate
 from nbutils.files import SAMPLES, read_json, write_json, write_text
 from nbutils.language import tr
@@ -64,10 +64,6 @@ class Result:
         """The plain mean of a score."""
         return sum(self.scores[score]) / len(self.answers)
 
-    def values(self, score: str) -> list[float]:
-        """A score row by row."""
-        return [total / tokens for total, tokens in self.losses] if score == "loss" else self.scores[score]
-
     def weights(self, score: str) -> list[int] | None:
         """The loss is weighted by tokens, so that its mean is that of the whole text."""
         return [tokens for _, tokens in self.losses] if score == "loss" else None
@@ -76,13 +72,14 @@ class Result:
         """The mean of a score with its interval."""
         if score in SHARES:
             return scores.estimate_share(self.scores[score])
-        return scores.estimate(self.values(score), self.weights(score))
+        return scores.estimate(self.scores[score], self.weights(score))
 
     def change(self, before: Result, score: str) -> Difference:
         """A score minus that of another model on the same rows: one number for table, figure and verdict."""
+        values = self.scores[score]
         if score in SHARES:
-            return scores.paired_share_difference(before.scores[score], self.scores[score])
-        return scores.paired_difference(before.values(score), self.values(score), self.weights(score))
+            return scores.paired_share_difference(before.scores[score], values)
+        return scores.paired_difference(before.scores[score], values, self.weights(score))
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class Evaluator:
 
     run: Path
     tokenizer: Any
-    rows: Sequence[Row]
+    held_out: Sequence[Row]
     size: Size
     dtype: str
     subject: str = ""  # in the names of its files
@@ -113,76 +110,70 @@ class Evaluator:
     limit: int = 0  # 0: none
 
     def __post_init__(self) -> None:
-        held_out = self.rows
-        chosen = held_out[: self.size.rows or None]
-        if not chosen:
-            raise CourseError(
-                tr("There are no evaluation rows."),
-                todo=tr("Run lesson 02 again, with more rows or with EVAL_DATA."),
-            )
+        chosen = self.held_out[: self.size.rows or None]
+        form = training_format(self.tokenizer, chosen, self.thinking).value
+        self.renderer = Renderer(self.tokenizer, form, self.thinking)
         self.folder = self.run / FOLDER
         self.mode = THINKING_MODES[self.thinking]
-        form = training_format(self.tokenizer, chosen, self.thinking).value
-        self.view = View(self.tokenizer, form, self.thinking)
-        self.max_new_tokens = self._answer_tokens(held_out)
-        self.rows = self._fitting(chosen)
+        self.rows: list[Row] = []
+        self.questions: list[list[Message]] = []
+        self.tools: list[Any] = []
+        self.prompts: list[Tokens] = []
+        for row in chosen:
+            self._add(row)
         self.left_out = len(chosen) - len(self.rows)
-        self.questions = [row["messages"][:-1] for row in self.rows]
-        self.tools = [row.get("tools") for row in self.rows]
-        self.prompts = list(map(self.view.prompt, self.questions, self.tools))
-        self.references = [reference_of(self.view, row) for row in self.rows]
+        self._report_left_out()
+        self.max_new_tokens = self._answer_tokens()
+        self.references = [reference_of(self.renderer, row) for row in self.rows]
 
-    def _answer_tokens(self, rows: Sequence[Row]) -> int:
+    def _add(self, row: Row) -> None:
+        """Take a row, unless prompt and answer are longer than the limit."""
+        question = row["messages"][:-1]
+        tools = row.get("tools")
+        prompt = self.renderer.prompt(question, tools)
+        if not self.limit or len(prompt) + self.size.max_new_tokens <= self.limit:
+            self.rows.append(row)
+            self.questions.append(question)
+            self.tools.append(tools)
+            self.prompts.append(prompt)
+
+    def _report_left_out(self) -> None:
+        """Say how many rows have no room for their answer; stop if no row is left."""
+        if not self.rows:
+            raise CourseError(
+                tr("No evaluation row fits {limit:,} tokens with its answer, or there is none.", limit=self.limit),
+                todo=tr(
+                    "Run lesson 02 again, with more or shorter rows; or lower course.max_new_tokens (now "
+                    "{new_tokens}), or raise vllm.max_model_len if that is the limit.",
+                    new_tokens=self.size.max_new_tokens,
+                ),
+            )
+        if self.left_out:
+            warning = tr(
+                "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
+                count=self.left_out,
+                limit=self.limit,
+            )
+            print(warning)
+
+    def _answer_tokens(self) -> int:
         """At most so many as the longest reference needs, unless the model may think before it answers."""
         most = self.size.max_new_tokens
         template_thinks = "think>" in str(self.tokenizer.chat_template)
-        if rows_think(rows) or (template_thinks and self.thinking is not False):
+        if rows_think(self.held_out) or (template_thinks and self.thinking is not False):
             return most
-        texts = [reference_of(self.view, row) for row in rows]
+        texts = [reference_of(self.renderer, row) for row in self.held_out]
         tokenized = self.tokenizer(texts, add_special_tokens=False)
         longest = max(map(len, tokenized["input_ids"]))
         needed = max(LEAST_TOKENS, int(LONGER * longest))
         return min(most, needed)
-
-    def _fitting(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows that leave room for the longest answer; all of them without a limit."""
-        if not self.limit:
-            return list(rows)
-        lengths = []
-        for row in rows:
-            prompt = self.view.prompt(row["messages"][:-1], row.get("tools"))
-            lengths.append(len(prompt))
-        room = self.limit - self.size.max_new_tokens
-        fitting = [row for row, length in zip(rows, lengths, strict=True) if length <= room]
-        if not fitting:
-            raise CourseError(
-                tr(
-                    "None of the {rows} evaluation rows fits: question and answer need {least:,} tokens or more.",
-                    rows=len(rows),
-                    least=min(lengths) + self.size.max_new_tokens,
-                ),
-                allowed=tr("at most {limit:,} tokens", limit=self.limit),
-                todo=tr(
-                    "Lower course.max_new_tokens (now {new_tokens}), raise vllm.max_model_len if that is the "
-                    "limit, or give shorter rows.",
-                    new_tokens=self.size.max_new_tokens,
-                ),
-            )
-        if len(fitting) < len(rows):
-            warning = tr(
-                "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
-                count=len(rows) - len(fitting),
-                limit=self.limit,
-            )
-            print(warning)
-        return fitting
 
     def general(self) -> Evaluator:
         """The rows of general knowledge, asked in the same way; always all of them."""
         rows = stored_rows(SAMPLES / "general.jsonl")
         return replace(
             self,
-            rows=rows,
+            held_out=rows,
             size=replace(self.size, rows=0),
             subject="-general",
         )
@@ -191,7 +182,7 @@ class Evaluator:
         """Ask one model, which `fingerprint` identifies; what was stored of it before is not asked again."""
         self.folder.mkdir(parents=True, exist_ok=True)
         model.eval()
-        texts = inference.encode_rows(self.view, self.rows)
+        texts = inference.encode_rows(self.renderer, self.rows)
         losses = stored_once(
             self.folder / f"losses{self.subject}-{name}.json",
             self._decided_by(fingerprint, rows=digest([text._asdict() for text in texts])),
@@ -215,17 +206,19 @@ class Evaluator:
         """The scores of answers to these rows, whoever gave them."""
         tagged = self.with_think_tag(answers)
         scored = score_answers(tagged, self.references)
+        scored["loss"] = []
+        for total, tokens in losses:
+            scored["loss"].append(total / tokens)
         return Result(self, name, tagged, scored, losses)
 
     def stored_answers(self, name: str, fingerprint: Any, folder: Path) -> list[Answer]:
-        """The stored answers of a folder's model to these very rows, without loading it; [] unless all are there."""
+        """The stored answers of a folder's model to these very rows, without loading it."""
         stored = read_answers(
             self._answers_file(name),
             self._decided_by(fingerprint, stops=self._stops(folder)),
             self.prompts,
         )
-        complete = len(stored) == len(self.prompts)
-        return list(stored.values()) if complete else []
+        return list(stored.values())
 
     def _decided_by(self, fingerprint: Any, **more: Any) -> Facts:
         return {
@@ -243,12 +236,12 @@ class Evaluator:
 
     def with_think_tag(self, answers: Sequence[Answer]) -> list[Answer]:
         """The answers with the `<think>` that a prompt may have opened for them, so that thinking is seen as such."""
+        ending = self.tokenizer.decode(self.prompts[0][-12:])  # that of every prompt
+        opened = "<think>" if ending.rstrip().endswith("<think>") else ""
         tagged = []
-        for answer, prompt in zip(answers, self.prompts, strict=True):
-            ending = self.tokenizer.decode(prompt[-12:])
-            if ending.rstrip().endswith("<think>"):
-                answer = replace(answer, text=f"<think>{answer.text}")
-            tagged.append(answer)
+        for answer in answers:
+            text = opened + answer.text
+            tagged.append(replace(answer, text=text))
         return tagged
 
     def table(self, columns: Mapping[str, Sequence[str]], rows: int = 6) -> Table:
@@ -284,16 +277,14 @@ def score_answers(answers: Sequence[Answer], references: Sequence[str]) -> dict[
     }
 
 
-def reference_of(view: View, row: Row) -> str:
+def reference_of(renderer: Renderer, row: Row) -> str:
     """The reference as a model would write it; a tool call is written the way the template writes it."""
-    *question, last = row["messages"]
+    last = row["messages"][-1]
     if not last.get("tool_calls"):
         return last["content"] or ""
-    tools = row.get("tools")
-    prompt = view.prompt(question, tools)
-    ids, _ = view.encode(row["messages"], tools)
-    answer = ids[common_length(prompt, ids) :]
-    return str(view.tokenizer.decode(answer, skip_special_tokens=True)).strip()
+    example = renderer.encode(row)
+    answer = list(example.ids[example.shared[-1] :])
+    return str(renderer.tokenizer.decode(answer, skip_special_tokens=True)).strip()
 
 
 def digest(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tqdm.auto import tqdm
 
 from nbutils import hardware
-from nbutils.chat import View, find_stop_ids
+from nbutils.chat import Renderer, find_stop_ids
 from nbutils.language import tr
 
 STOP_CHECK = 16  # decoding steps between two checks whether all answers have ended: a check makes the GPU wait
@@ -69,13 +69,13 @@ def in_batches(
 
 def longest_first(
     model: Any,
-    lengths: Sequence[int],
+    lengths: Mapping[int, int],
     batch_size: int,
     work: Callable[[Sequence[int]], list[Any]],
     title: str,
 ) -> Iterator[tuple[int, Any]]:
-    """Results for texts of these lengths, in batches of similar ones: if memory is short, that shows at once."""
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    """Results for numbered texts of these lengths, in batches of similar ones: if memory is short, it shows at once."""
+    order = sorted(lengths, key=lengths.__getitem__, reverse=True)
     batch_size = fitting_batch(model, lengths[order[0]], batch_size)
     results = in_batches(order, batch_size, work)
     yield from tqdm(results, total=len(order), desc=title, unit=tr("row"))
@@ -90,10 +90,9 @@ def fitting_batch(model: Any, tokens: int, most: int) -> int:
     hardware.free_memory()
     config = model.config.get_text_config()
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_cache = 2 * config.num_hidden_layers * kv_heads * head_dim
-    activations = 4 * getattr(config, "intermediate_size", 4 * config.hidden_size)
+    kv_cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    activations = 4 * config.intermediate_size
     row_bytes = tokens * (kv_cache + activations) * model.dtype.itemsize
     free_bytes, _ = torch.cuda.mem_get_info(model.device)
     fitting = int(MEMORY_SHARE * free_bytes / row_bytes)
@@ -121,19 +120,17 @@ def answer_prompts(
     batch_size: int,
 ) -> Iterator[tuple[int, Answer]]:
     """Answers to numbered prompts as they come."""
-    numbers = list(prompts)
-    asked = list(prompts.values())
     stops = sorted(find_stop_ids(tokenizer, model.generation_config))
     pad = stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def generate(batch: Sequence[int]) -> list[Tokens]:
-        return generate_ids(model, [asked[at] for at in batch], max_new_tokens, stops, pad)
+        return generate_ids(model, [prompts[number] for number in batch], max_new_tokens, stops, pad)
 
-    lengths = [len(prompt) + max_new_tokens for prompt in asked]
-    for at, ids in longest_first(model, lengths, batch_size, generate, tr("answers")):
+    lengths = {number: len(prompt) + max_new_tokens for number, prompt in prompts.items()}
+    for number, ids in longest_first(model, lengths, batch_size, generate, tr("answers")):
         text = tokenizer.decode(ids, skip_special_tokens=True)
         stopped = bool(ids) and ids[-1] in stops
-        yield numbers[at], Answer(asked[at], ids, text, stopped)
+        yield number, Answer(prompts[number], ids, text, stopped)
 
 
 def generate_ids(
@@ -231,15 +228,14 @@ def decode(model: Any, ids: Any, mask: Any, max_new_tokens: int, stops: Tokens) 
     return torch.cat(generated, dim=1).tolist()
 
 
-def encode_rows(view: View, rows: Sequence[Row]) -> list[Encoded]:
+def encode_rows(renderer: Renderer, rows: Sequence[Row]) -> list[Encoded]:
     """Rows as training sees them."""
     encoded = []
-    for example in view.encode_all(rows):
-        places = []
-        for at, counts in enumerate(example.trained):
-            if counts and at:
-                places.append(at - 1)
-        encoded.append(Encoded(example.row - 1, list(example.ids), places))
+    for example in renderer.encode_all(rows):
+        trained = [position for position, mask in enumerate(example.trained) if mask and position]
+        before = [position - 1 for position in trained]
+        ids = list(example.ids)
+        encoded.append(Encoded(example.row - 1, ids, before))
     return encoded
 
 
@@ -253,7 +249,7 @@ def row_losses(model: Any, texts: Sequence[Encoded], batch_size: int) -> list[Ro
     def losses(batch: Sequence[int]) -> list[float]:
         return summed_losses(model, [texts[number] for number in batch])
 
-    lengths = [len(text.ids) for text in texts]
+    lengths = {number: len(text.ids) for number, text in enumerate(texts)}
     rows = [(0.0, 0)] * (1 + texts[-1].row)
     measured = longest_first(
         model,

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from nbutils.data.build import CJK
-from nbutils.language import tr
 
 THINKING = re.compile(r"(?s)^\s*<think>.*?(</think>|\Z)|^((?!<think>).)*?</think>")  # or the prompt opened it
 OTHERS = 5  # references of other rows that each answer is scored against
@@ -109,8 +108,6 @@ class Estimate:
 
     def text(self, form: str = ".3f") -> str:
         """For display."""
-        if not math.isfinite(self.mean):
-            return tr("not a number")
         return f"{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 
@@ -124,8 +121,6 @@ class Difference(Estimate):
     @property
     def p_text(self) -> str:
         """For display."""
-        if math.isnan(self.p):
-            return "-"
         return "<0.001" if self.p < 0.001 else f"{self.p:.3f}"
 
 
@@ -146,13 +141,11 @@ def estimate(values: Sequence[float], weights: Sequence[float] | None = None) ->
     if weights is None:
         weights = [1.0] * len(values)
     mean = float(np.average(values, weights=weights))
-    if not math.isfinite(mean):
-        return Estimate(math.nan, math.nan, math.nan)
-    if len(values) == 1:
+    if len(values) == 1 or math.isnan(mean):
         return Estimate(mean, mean, mean)
     interval = bootstrap(
         (values, weights),
-        lambda drawn, given, axis: (drawn * given).sum(axis) / given.sum(axis),
+        lambda drawn, weight, axis: (drawn * weight).sum(axis) / weight.sum(axis),
         paired=True,
         vectorized=True,
         n_resamples=RESAMPLES,

@@ -414,25 +414,25 @@ def check_exports(exports: Sequence[Export], run: Path) -> list[ParityLine]:
     Example: check_exports([export(Path("runs/tiny/merged"), "fp8")], Path("runs/tiny"))
     """
     stored = parity.load_predictions(run, exports[0].merged)
-    return compare_exports(exports, stored.fixed, stored["merged"])
+    return compare_exports(exports, stored.fixed, stored.forms["merged"])
 
 
 def compare_exports(
-    exports: Sequence[Export], fixed: parity.Fixed, merged: parity.Predictions | None = None
+    exports: Sequence[Export], fixed: parity.FixedSet, merged: parity.Predictions | None = None
 ) -> list[ParityLine]:
     """Compare exports with the merged model on the fixed set; that one is read too if its predictions are not given."""
     lines = []
     for export in exports:
         gap = None
-        if fit(export.merged_bytes / files.GIB, hardware.gpu()).fits:  # transformers dequantizes before it computes
+        if fit(export.merged_bytes / files.GIB, hardware.gpu()):  # transformers dequantizes before it computes
             merged = merged or read_predictions("merged", export.merged, fixed)
             gap = parity.gap(merged, read_predictions(export.name, export.folder, fixed))
         lines.append(ParityLine(export, gap))
     return lines
 
 
-def read_predictions(name: str, folder: Path, fixed: parity.Fixed) -> parity.Predictions:
-    """What a model predicts and answers, read in the export environment as its users load it."""
+def read_predictions(name: str, folder: Path, fixed: parity.FixedSet) -> parity.Predictions:
+    """What a model predicts, read in the export environment as its users load it."""
     from safetensors.torch import load_file
 
     gguf = next(folder.glob("*.gguf"), None)
@@ -445,18 +445,18 @@ def read_predictions(name: str, folder: Path, fixed: parity.Fixed) -> parity.Pre
             fixed=asdict(fixed),
             logs=f"{place}/logs.safetensors",
         )
-        answer = run_job(job, tr("reading {name}", name=name))
-        return parity.Predictions(load_file(job.logs)["logs"], answers=answer["answers"])
+        run_job(job, tr("reading {name}", name=name))
+        return parity.Predictions(load_file(job.logs)["logs"])
 
 
-def quick_set(folder: Path, rows: Sequence[Json]) -> parity.Fixed:
+def quick_set(folder: Path, rows: Sequence[Json]) -> parity.FixedSet:
     """A fixed set for a model without a run: the prompts of a few rows, and the first tokens of their answers."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     size = evaluation.Size(rows=8, batch_size=4, max_new_tokens=16)
     evaluator = evaluation.Evaluator(folder.parent, tokenizer, rows, size, "float32")
-    return parity.fixed_set(evaluator, model=folder)
+    return parity.fixed_set(evaluator)
 
 
 def export_formats(folder: Path, names: Sequence[str], out: Path | None, data: Path | None, check: bool) -> None:

@@ -74,7 +74,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from nbutils import evaluation
 
-placement = evaluation.place_model(lesson.model, lesson.run.adapter, lesson.profile, lesson.scratch)
+placement = evaluation.place_model(lesson.model, lesson.run.adapter, lesson.profile)
 print(placement.reason)
 tokenizer = AutoTokenizer.from_pretrained(lesson.run.adapter, trust_remote_code=False)
 base = AutoModelForCausalLM.from_pretrained(lesson.model, **placement.loading, trust_remote_code=False)
@@ -174,9 +174,9 @@ print("合并后", from_merged)
 # %% [markdown]
 # ## 证明
 #
-# 回答一样，不等于合并没出错。所以每个权重都抽几行，用基座模型和适配器重新算一遍。再让带适配器的模型和合并后的模型在约 200 个位置上预测下一个 token，比较整个词表的概率。两者的距离（KL 散度，单位是 nats/token）在模型相同时为 0；有舍入误差时是一个很小的数。
+# 回答一样，不等于合并没出错。所以每个权重都抽几行，用基座模型和适配器重新算一遍。再让带适配器的模型和合并后的模型在约 200 个位置上预测下一个 token，比较整个词表的概率。两者的距离（KL 散度，单位是 nats/token）在模型相同时为 0；有舍入误差时是一个很小的数，见“同一个模型”那一行。
 #
-# QLoRA 的适配器是在 4 bit 的基座模型上训练的，而合并后的模型没有量化。这一步也会改变预测，通常只变一点，就是最后那个数。想避免，就设 `MERGE_ONTO = "dequantized"`，这样合并用的模型就和训练时一样，只有 4 bit 的精度。如果合并后的模型和带适配器的模型对不上，这一课停在这里。
+# QLoRA 的适配器是在 4 bit 的基座模型上训练的，而合并后的模型没有量化。这一步也会改变预测，通常只变一点，见“代价”那一行。想避免，就设 `MERGE_ONTO = "dequantized"`，这样合并用的模型就和训练时一样，只有 4 bit 的精度。如果合并后的模型和带适配器的模型对不上，这一课停在这里。未量化的模型放不进内存或显存时，只靠权重来证明。
 
 # %%
 from nbutils import parity

@@ -159,11 +159,8 @@ benchmark.plot(lesson.run.path / "bench.png")
 # 两个模型的预测相差多远，用 KL 散度衡量，单位是 nats/token：0 表示给每个 token 的概率都相同。前几行是微调和量化带来的变化。最后一行是服务，只应有舍入误差。写着*至少*，是因为 vLLM 只返回概率最高的一些 token。
 
 # %%
-from nbutils import display
-
 same_model = model.compare_predictions(server)
 server.stop()
-display.show_table(same_model.table, "KL 散度", display.aligned(same_model.table))
 print(same_model)
 
 # %% [markdown]
@@ -188,6 +185,8 @@ if SIDE_BY_SIDE and environment.engine != "transformers":
 # 两者在验证集上的分数，旁边是第 04 课合并后的模型的分数。
 
 # %%
+from nbutils import display
+
 scores = evaluation.score_table(model.evaluator, answers | ({"merged (lesson 04)": model.stored} if model.stored else {}))
 display.show_table(scores, "分数", display.aligned(scores))
 
