@@ -27,7 +27,6 @@ UNITS = 1 << 16  # of UTF-16
 PERMUTATIONS = 64  # four to a band: a pair that overlaps by 0.8 shares a band in 99.9 of 100 cases
 SEED = 42
 BATCH_CHARACTERS = 1 << 15  # of rows hashed at once; one takes 25 bytes
-BATCH_ROWS = 100_000  # whose signatures are compared at once
 TEMPLATE = 8  # more rows than this that are similar to one row are a template filled in, not copies
 _NUMBER = re.compile(f"[{NUMERALS}]+")
 _json = functools.partial(
@@ -198,15 +197,18 @@ def _overlap(text: str, other: str) -> float:
 
 def find_repeated(
     near: float,
-    texts: Iterable[RowText],
     order: np.ndarray,
-    read: Callable[[int], RowText],
+    read: Callable[[int], dict[str, Any]],
 ) -> tuple[dict[int, int], int]:
     """The rows to leave out, each with the row that is kept for it: of two the one that is earlier in `order`.
 
     And how many rows are similar to others only because they fill in the same template; they stay.
     """
-    signatures = _signatures(texts)
+
+    def text_of(row: int) -> RowText:
+        return row_text(**read(row))
+
+    signatures = _signatures(map(text_of, range(len(order))))
     candidates = _candidates(signatures, near, order)
     same: dict[int, int] = {}
     similar: dict[int, int] = {}
@@ -215,13 +217,13 @@ def find_repeated(
         if kept < 0:
             continue
         kept = same.get(kept, kept)
-        overlap = similarity(read(row), read(kept))
+        overlap = similarity(text_of(row), text_of(kept))
         if overlap == 1:
             same[row] = kept
             continue
         if kept in similar:
             kept = similar[kept]
-            overlap = similarity(read(row), read(kept))
+            overlap = similarity(text_of(row), text_of(kept))
         if overlap >= near:
             similar[row] = kept
     rows_like = Counter(similar.values())
@@ -302,17 +304,15 @@ def _candidates(
             return_inverse=True,
         )
         earliest = order[first[bucket]]
-        later = np.flatnonzero(earliest != order)
-        parts = 1 + len(later) // BATCH_ROWS
-        for part in np.array_split(later, parts):
-            rows = order[part]
-            others = earliest[part]
-            equal = signatures[rows] == signatures[others]
-            same = equal.sum(axis=1, dtype=np.uint8)
-            better = same > score[rows]
-            improved = rows[better]
-            best[improved] = others[better]
-            score[improved] = same[better]
+        later = earliest != order
+        rows = order[later]
+        others = earliest[later]
+        equal = signatures[rows] == signatures[others]
+        same = equal.sum(axis=1, dtype=np.uint8)
+        better = same > score[rows]
+        improved = rows[better]
+        best[improved] = others[better]
+        score[improved] = same[better]
     return best
 
 

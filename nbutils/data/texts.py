@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import string
@@ -14,7 +15,7 @@ from nbutils.masking import KEY
 
 Kind = Literal[  # of a problem or a warning
     "ambiguous_columns", "control_character", "damaged_file", "duplicate", "email", "empty", "encoding", "id_number",
-    "key", "leak", "long_line", "malformed_csv", "malformed_json", "missing_field", "mojibake", "near_duplicate",
+    "key", "leak", "malformed_csv", "malformed_json", "missing_field", "mojibake", "near_duplicate",
     "near_leak", "no_assistant", "phone", "role_order", "template_marker", "templated", "unknown_columns",
     "unknown_role", "unsupported_field", "wrong_type",
 ]  # fmt: skip
@@ -27,7 +28,6 @@ TODOS: dict[Kind, str] = {  # for rows that are rejected
     "empty": "write the text, or remove the row",
     "encoding": "not UTF-8 and not GBK: save the file again as UTF-8",
     "leak": "train on questions eval does not ask",
-    "long_line": "split it",
     "malformed_csv": (
         'as many values as the header has names; quote values that hold a comma or a line break ("" for a quote)'
     ),
@@ -104,26 +104,18 @@ class Private(NamedTuple):
     kind: Kind
 
 
-def is_gbk(head: bytes) -> bool:
-    """Whether a text that begins like this is Chinese in GBK: no UTF-8, and most pairs of bytes frequent characters."""
-    whole_lines = head[: head.rfind(b"\n") + 1] or head
+def encoding_of(head: bytes) -> str:
+    """The encoding of a text that begins like this: UTF-8, unless a mark says UTF-16 or the bytes say GBK."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
     try:
-        whole_lines.decode()
+        codecs.utf_8_decode(head)  # its last character may be cut in two
     except UnicodeDecodeError:
         pairs = _PAIR.findall(head)
         common = [pair for pair in pairs if _COMMON_PAIR.match(pair)]
-        return bool(pairs) and len(common) >= 0.6 * len(pairs)
-    return False
-
-
-def decode(line: bytes, gbk: bool) -> tuple[str, str]:
-    """The text, and the encoding it was converted from; bytes that fit none become U+DCxx, which no row may hold."""
-    try:
-        return line.decode(), ""
-    except UnicodeDecodeError:
-        if gbk:
-            return line.decode(GBK, "surrogateescape"), GBK
-        return line.decode("utf-8", "surrogateescape"), ""
+        if pairs and len(common) >= 0.6 * len(pairs):
+            return GBK
+    return "utf-8-sig"
 
 
 def fix_encoding(text: str) -> str:
@@ -147,7 +139,7 @@ def find_problems(field: str, text: str) -> Iterator[Problem]:
         yield Problem("template_marker", field, _seen_at(marker))
     control = CONTROL.search(text)
     if control:
-        unread = "\udc80" <= control[0] <= "\udcff"  # a byte that `decode` could not read
+        unread = "\udc80" <= control[0] <= "\udcff"  # a byte that could not be decoded
         yield Problem("encoding" if unread else "control_character", field, _seen_at(control))
 
 
