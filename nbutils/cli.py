@@ -121,7 +121,7 @@ def fetch_files(model: str, data: str, profile: str) -> None:
     """Download MODEL and DATA, named as in the lessons, before a training; by default the profile's. Needs no GPU."""
     from nbutils import fetch
 
-    fetch.run(model, data, profile)
+    fetch.fetch_inputs(model, data, profile)
 
 
 @app.command("notice")

@@ -16,7 +16,7 @@ import threading
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -69,14 +69,16 @@ class Shape(Strict):
         """(in, out) of the seven linear maps of one layer: q, k, v, o, gate, up, down."""
         q = self.heads * self.head_dim
         kv = self.kv_heads * self.head_dim
+        hidden = self.hidden
+        inner = self.intermediate
         return (
-            (self.hidden, q),
-            (self.hidden, kv),
-            (self.hidden, kv),
-            (q, self.hidden),
-            (self.hidden, self.intermediate),
-            (self.hidden, self.intermediate),
-            (self.intermediate, self.hidden),
+            (hidden, q),
+            (hidden, kv),
+            (hidden, kv),
+            (q, hidden),
+            (hidden, inner),
+            (hidden, inner),
+            (inner, hidden),
         )
 
     @property
@@ -256,16 +258,14 @@ def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
     if is_cached(model):
         return "cache"
     offline = network.offline()
-    if (modelscope_folder(model, work) / DOWNLOADED).is_file():
+    downloaded = (modelscope_folder(model, work) / DOWNLOADED).is_file()
+    if downloaded or (network.chosen() == "modelscope" and not offline):
         return "modelscope"
-    if network.chosen() == "modelscope" and not offline:
-        return "modelscope"
-    packaged = model == PACKAGED
-    if packaged and files.stamp(work / PACKAGED_FOLDER) is not None:
+    if model == PACKAGED and files.stamp(work / PACKAGED_FOLDER) is not None:
         return "package"
     if online():
         return "network"
-    return "package" if packaged and not offline else ""
+    return "package" if model == PACKAGED and not offline else ""
 
 
 def is_cached(hub_id: str) -> bool:
@@ -404,6 +404,9 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
             raise ValueError(f"{file.place} is not in {folder}")
     stopped = threading.Event()
 
+    def download(file: RemoteFile) -> None:
+        network.download(*file, advance, token)
+
     def advance(count: int) -> None:
         if stopped.is_set():
             raise CancelledError
@@ -413,28 +416,18 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
     with files.lock(folder / ".download.lock"):
         total = sum(file.size for file in listed)
         here = sum(file.bytes_here for file in listed)
+        missing = [file for file in listed if not file.place.exists()]
         print(
-            tr(
-                "model     {model} from {source} to {folder}: {size:.2f} GB, {here:.2f} GB are here",
-                model=model,
-                source=source,
-                folder=folder,
-                size=total / 1e9,
-                here=here / 1e9,
-            ),
+            tr("model     {model} from {source} to {folder}", model=model, source=source, folder=folder),
             flush=True,
         )
         disk.require_disk(folder, (total - here) / files.GIB, model)
         bar = tqdm(total=total, initial=here, unit="B", unit_scale=True, desc=model.partition("/")[2])
         with bar, ThreadPoolExecutor(AT_ONCE) as pool:
-            missing = [file for file in listed if not file.place.exists()]
-            downloads = [pool.submit(network.download, *file, advance, token) for file in missing]
             try:
-                for download in as_completed(downloads):
-                    download.result()
+                list(pool.map(download, missing))
             finally:  # after an error or Ctrl-C the other files end too, to be continued
                 stopped.set()
-                pool.shutdown(cancel_futures=True)
 
 
 def from_package(work: Path) -> str:

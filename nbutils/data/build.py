@@ -137,12 +137,13 @@ def _is_held_out(name: Path) -> bool:
 
 
 def _reuse(out: Path, source: str, settings: Settings) -> DataCard:
-    """The finished data, if it was made from this source in this way."""
+    """The finished data, if it was made from this input, in this way."""
     card = verify(out)
     same = (
         settings.limit == card.limit
         and settings.columns in ("", card.columns)
-        and _is_input_of(card, source, settings.eval_source or card.eval_source)
+        and settings.eval_source in ("", card.eval_source)
+        and (not source or _is_source_of(card, source))
     )
     if not same:
         raise CourseError(
@@ -159,13 +160,12 @@ def _reuse(out: Path, source: str, settings: Settings) -> DataCard:
     return card
 
 
-def _is_input_of(card: DataCard, source: str, eval_source: str) -> bool:
-    """Whether the data was made from these: by content, or by name where a file went with its machine."""
-    same_names = source in ("", card.source) and eval_source == card.eval_source
-    gone = [name for name in (source, eval_source) if name and not Path(name).expanduser().exists()]
-    if same_names and (gone or not source):
+def _is_source_of(card: DataCard, source: str) -> bool:
+    """Whether the data was made from this source: by content, or by name where a file went with its machine."""
+    paths = [Path(name).expanduser() for name in (source, card.eval_source) if name]
+    if source == card.source and not all(path.exists() for path in paths):
         return True
-    train, held_out = find_sources([source] if source else [], eval_source)
+    train, held_out = find_sources([source], card.eval_source)
     return hash_files(train, held_out, end=END) == card.source_sha256
 
 
@@ -415,24 +415,20 @@ def _require_usable(card: DataCard, out: Path) -> None:
     broken = card.rejected - card.duplicates
     if card.train and card.eval and 2 * broken <= card.rows:
         return
-    problems = [problem for problem in card.problems if problem.kind not in REPEATED] or card.problems
+    counts = tr(
+        "DATA ({source}) has {rows} rows, and {rejected} of them cannot be used; {train} are left for training, "
+        "{eval} for evaluation.",
+        source=card.source,
+        rows=card.rows,
+        rejected=card.rejected,
+        train=card.train,
+        eval=card.eval,
+    )
+    rejected = card.rejected_text(str(out / REJECTED))
     raise CourseError(
-        tr(
-            "DATA ({source}) has {rows} rows, and {rejected} of them cannot be used; {train} are left for "
-            "training, {eval} for evaluation.{first}",
-            source=card.source,
-            rows=card.rows,
-            rejected=card.rejected,
-            train=card.train,
-            eval=card.eval,
-            first="".join(f"\n  {problem}" for problem in problems[:5]),
-        ),
+        f"{counts}\n{rejected}",
         allowed=tr("at least half of the rows usable, and at least one row to train on and one to hold out"),
-        todo=tr(
-            "Fix the rows ({out}/rejected.jsonl has all of them with their reasons), name the columns with "
-            "COLUMNS, or name other files with DATA and EVAL_DATA.",
-            out=out,
-        ),
+        todo=tr("Fix the rows, name the columns with COLUMNS, or name other files with DATA and EVAL_DATA."),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from nbutils import display, models, plan
 from nbutils.data.build import NEAR, Build, Settings, building, canonical, find_sources
-from nbutils.data.card import CARD, EVAL, REJECTED, TRAIN, DataCard, counts_text, stored_rows
+from nbutils.data.card import EVAL, REJECTED, TRAIN, DataCard, counts_text, stored_rows
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
@@ -145,17 +145,14 @@ def _estimated_length(build: Build) -> float:
 def _next_steps(card: DataCard, mean_length: float, out: Path | None, estimated: bool) -> list[str]:
     steps = []
     if out:
-        few = "" if (out / CARD).exists() else tr(" (too few rows can be used)")
         names = ", ".join(sorted(os.listdir(out)))
-        steps.append(tr("Written to {out}: {names}{few}.", out=out, names=names, few=few))
-    elif card.accepted:
+        steps.append(tr("Written to {out}: {names}.", out=out, names=names))
+    if not card.accepted:
+        return [*steps, tr("No row can be used.")]
+    if not out:
         steps.append(tr("To train on the accepted rows: this file as DATA (-p DATA FILE)."))
-    else:
-        steps.append(tr("No row can be used."))
-    if card.accepted:
-        command = plan.command(max(card.train, 1), mean_length)
-        step = tr("Memory, time and cost of a training on them: {command}", command=command)
-        if estimated:
-            step += tr("  # the length is an estimate; --model NAME counts the tokens")
-        steps.append(step)
-    return steps
+    command = plan.command(max(card.train, 1), mean_length)
+    step = tr("Memory, time and cost of a training on them: {command}", command=command)
+    if estimated:
+        step += tr("  # the length is an estimate; --model NAME counts the tokens")
+    return [*steps, step]

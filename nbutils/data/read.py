@@ -177,17 +177,16 @@ def _lines(text: io.TextIOWrapper[Any]) -> Iterator[str]:
 
 
 def _json_rows(file: Path) -> Iterator[Row | RowError]:
-    """The rows of an array, of {"data": [...]}, or one row; what has one object on each line is read line by line."""
+    """The rows of lines (.jsonl), or of a document: an array, {"data": [...]}, or one row."""
     with open_text(file) as text:
-        head = text.buffer.peek(HEAD)[:HEAD].decode(text.encoding, "replace")
-        if format_of(file) == ".jsonl" and not head.lstrip().startswith("["):
+        if format_of(file) == ".jsonl":
             yield from _json_lines(file, text)
             return
         document = text.read(LARGEST_DOCUMENT + 1)
     if len(document) > LARGEST_DOCUMENT:
         raise CourseError(
             tr(
-                "{file} is larger than {limit} MiB, and a .json document or an array is read whole.",
+                "{file} is larger than {limit} MiB, and a .json document is read whole.",
                 file=file,
                 limit=LARGEST_DOCUMENT >> 20,
             ),
@@ -196,7 +195,7 @@ def _json_rows(file: Path) -> Iterator[Row | RowError]:
     try:
         rows = json.loads(document)
     except (ValueError, RecursionError) as problem:
-        if getattr(problem, "msg", "") == "Extra data":
+        if getattr(problem, "msg", "") == "Extra data":  # lines, whatever the name says
             with open_text(file) as text:
                 yield from _json_lines(file, text)
         else:
@@ -206,7 +205,7 @@ def _json_rows(file: Path) -> Iterator[Row | RowError]:
     if isinstance(rows, dict):
         rows = rows.get("data", rows)
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
-        yield Row(file.name, number, row, text.encoding)
+        yield Row(file.name, number, row)
 
 
 def _json_lines(file: Path, text: io.TextIOWrapper[Any]) -> Iterator[Row | RowError]:
@@ -214,7 +213,7 @@ def _json_lines(file: Path, text: io.TextIOWrapper[Any]) -> Iterator[Row | RowEr
         line = line.strip()
         try:
             if line:
-                yield Row(file.name, number, json.loads(line), text.encoding)
+                yield Row(file.name, number, json.loads(line))
         except (ValueError, RecursionError) as problem:
             yield _malformed(file, number, line, problem)
 
@@ -260,7 +259,7 @@ def _table_rows(file: Path) -> Iterator[Row | RowError]:
                     yield _error(file, first_line, "malformed_csv", tr("the line"), seen)
                     continue
                 row = dict(zip(names, values, strict=False))
-                yield Row(file.name, first_line, row, text.encoding)
+                yield Row(file.name, first_line, row)
         except csv.Error as problem:
             seen = tr("{problem}; the rest is not read", problem=problem)
             yield _error(file, line, "malformed_csv", tr("the line"), seen)

@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, TypeAdapter, Validati
 from pydantic_core import ErrorDetails
 from typing_extensions import NotRequired, TypedDict
 
-from nbutils.data.texts import GBK, Kind, Problem, find_problems, fix_encoding, mask, short, warn_of_private
+from nbutils.data.texts import Kind, Problem, find_problems, fix_encoding, mask, short, warn_of_private
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
@@ -60,12 +60,11 @@ Parts = dict[str, tuple[str, ...]]  # the columns of each part of a row
 
 
 class Row(NamedTuple):
-    """A row as the file has it, and the encoding of that file."""
+    """A row as the file has it."""
 
     file: str
     line: int
     raw: Any
-    encoding: str = ""
 
 
 class RowError(NamedTuple):
@@ -271,9 +270,6 @@ def check_row(row: Row | RowError, mapping: str = "", repair: bool = True) -> Ch
         check.problems += invalid.problems
     if check.problems:
         return RowError(row.file, row.line, row.raw, tuple(check.problems))
-    if row.encoding == GBK:
-        seen = tr("written in {encoding}", encoding=GBK)
-        check.warnings.append(Problem("encoding", tr("the row"), seen))
     return ChatRow(row.file, row.line, messages, tools, check.trimmed, tuple(check.warnings))
 
 
