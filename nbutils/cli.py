@@ -225,7 +225,10 @@ def data() -> None:
 @argument("files", nargs=-1, required=True)
 @option("--columns", default="", metavar="TEXT", help='Which column is what: "user=title+body, assistant=reply".')
 @option(
-    "--near", type=float, default=0.8, help="Overlap from which rows are near duplicates; 0: do not look; default 0.8."
+    "--near",
+    type=click.FloatRange(0, 1),
+    default=0.8,
+    help="Overlap from which rows are near duplicates; 0: do not look; default 0.8.",
 )
 @option("--no-repair", is_flag=True, help="Reject text read in the wrong encoding instead of fixing it.")
 @option("--model", default="", help="Measure tokens with the tokenizer of this model, named as in the lessons.")

@@ -143,7 +143,7 @@ card = data.prepare(
     rows=lesson.profile.course.rows,
 )
 print(card)
-data.show_rejected(card, lesson.run.data)
+print(card.rejected_text(lesson.run.data / "rejected.jsonl"))
 
 # %% [markdown]
 # What became of every row, and the first rows with private data (phone numbers, e-mail addresses, keys): a model can repeat

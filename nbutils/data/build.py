@@ -91,7 +91,7 @@ def prepare(
     settings = Settings(
         source=named or BUNDLED,
         eval_source=eval_source,
-        columns=canonical(columns),
+        columns=columns,
         limit=rows,
     )
     if (out / CARD).exists():
@@ -105,11 +105,6 @@ def prepare(
         _require_usable(card, out)
         build.publish(card, out)
         return card
-
-
-def canonical(columns: str) -> str:
-    """A mapping as the card keeps it."""
-    return ", ".join(f"{part}={'+'.join(names)}" for part, names in parse_mapping(columns).items())
 
 
 def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], list[Path]]:
@@ -141,7 +136,7 @@ def _reuse(out: Path, source: str, settings: Settings) -> DataCard:
     card = verify(out)
     same = (
         settings.limit == card.limit
-        and settings.columns in ("", card.columns)
+        and parse_mapping(settings.columns) in ({}, parse_mapping(card.columns))
         and settings.eval_source in ("", card.eval_source)
         and (not source or _is_source_of(card, source))
     )
@@ -195,17 +190,17 @@ class Build:
         self.settings = settings
         self.train_files = train
         self.eval_files = held_out
-        self.names: list[str] = []  # of the files
-        self.rows: Counter[str] = Counter()  # of each file
-        self.reasons: Counter[str] = Counter()  # each rejected row under its first problem
-        self.problems: list[Rejection] = []  # the first of each reason
-        self.warnings: Counter[str] = Counter()
-        self.examples: list[str] = []  # the first warnings of each kind
+        self.names = list[str]()  # of the files
+        self.rows = Counter[str]()  # of each file
+        self.reasons = Counter[str]()  # each rejected row under its first problem
+        self.problems = list[Rejection]()  # the first of each reason
+        self.warnings = Counter[str]()
+        self.examples = list[str]()  # the first warnings of each kind
         self.trimmed = 0
-        self.languages: Counter[str] = Counter()
+        self.languages = Counter[str]()
         self.characters = Counter(dict.fromkeys(BIN_NAMES, 0))
-        self.seen: dict[int, int] = {}  # digest of every row used -> its number
-        self.eval_prompts: dict[int, int] = {}
+        self.seen = dict[int, int]()  # digest of every row used -> its number
+        self.eval_prompts = dict[int, int]()
         self.file = array("I")  # of each row used, as these:
         self.line = array("Q")
         self.keys = array("Q")
@@ -267,12 +262,11 @@ class Build:
 
     def _repetition(self, key: int, prompt: int, side: int) -> Problem | None:
         if side == IN_TRAIN and prompt in self.eval_prompts:
-            place = self._place(self.eval_prompts[prompt])
-            return Problem("leak", tr("the row"), tr("asks what {place} asks", place=place))
-        if key in self.seen:
-            place = self._place(self.seen[key])
-            return Problem("duplicate", tr("the row"), tr("the same as {place}", place=place))
-        return None
+            return self._repeats("leak", self.eval_prompts[prompt])
+        return self._repeats("duplicate", self.seen[key]) if key in self.seen else None
+
+    def _repeats(self, kind: Kind, kept: int) -> Problem:
+        return Problem(kind, tr("the row"), tr("one like {place}", place=self._place(kept)))
 
     def _count(self, messages: list[dict[str, Any]], step: int) -> None:
         """Count a row that is used, or with -1 take it back."""
@@ -340,9 +334,7 @@ class Build:
                 row = read(number)
                 self._count(row["messages"], -1)
                 leaked = self.eval_files and sides[kept] != sides[number]
-                kind: Kind = "near_leak" if leaked else "near_duplicate"
-                seen = tr("nearly the same as {place}", place=self._place(kept))
-                problem = Problem(kind, tr("the row"), seen)
+                problem = self._repeats("near_leak" if leaked else "near_duplicate", kept)
                 file = self.names[self.file[number]]
                 self._reject(self.line[number], row, problem, file=file)
 
@@ -424,7 +416,7 @@ def _require_usable(card: DataCard, out: Path) -> None:
         train=card.train,
         eval=card.eval,
     )
-    rejected = card.rejected_text(str(out / REJECTED))
+    rejected = card.rejected_text(out / REJECTED)
     raise CourseError(
         f"{counts}\n{rejected}",
         allowed=tr("at least half of the rows usable, and at least one row to train on and one to hold out"),

@@ -107,17 +107,11 @@ class DataCard(BaseModel):
         """What goes into the facts.json of a lesson."""
         return self.model_dump(include={"rows", "accepted", "rejected", "train", "eval", "fingerprint", "warnings"})
 
-    def rejected_text(self, place: str) -> str:
-        """The first rejected rows of each reason, how many more there are, and where all of them are."""
+    def rejected_text(self, place: Path | str) -> str:
+        """The first rejected rows of each reason, and where all of them are."""
         if not self.rejected:
             return tr("no row was rejected")
-        lines = []
-        for kind, count in self.reasons.items():
-            problems = [problem for problem in self.problems if problem.kind == kind]
-            lines += [f"  {problem}" for problem in problems]
-            more = count - len(problems)
-            if more:
-                lines.append("  " + tr("and {count} more: {kind}", count=more, kind=tr(kind)))
+        lines = [f"  {problem}" for problem in self.problems]
         lines.append(
             tr("All {count} rejected rows, each with every problem: {place}", count=self.rejected, place=place)
         )
@@ -217,8 +211,3 @@ def show_problems(errors: Iterable[RowError]) -> None:
     """Print every problem of these rows: where, what is wrong, what was seen, what to do."""
     for error in errors:
         print(*rejections(error), sep="\n")
-
-
-def show_rejected(card: DataCard, folder: Path) -> None:
-    """Print the first rejected rows of each reason, and where all of them are."""
-    print(card.rejected_text(str(folder / REJECTED)))

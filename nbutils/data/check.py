@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import display, models, plan
-from nbutils.data.build import NEAR, Build, Settings, building, canonical, find_sources
+from nbutils.data.build import NEAR, Build, Settings, building, find_sources
 from nbutils.data.card import EVAL, REJECTED, TRAIN, DataCard, counts_text, stored_rows
 from nbutils.errors import CourseError
 from nbutils.language import tr
@@ -69,20 +69,10 @@ def check(
     Example:
         `print(check(["my_rows.jsonl"], columns="user=title, assistant=reply"))`
     """
-    if max_length and not model:
-        raise CourseError(
-            tr("--max-length counts tokens, and no model is named."),
-            todo=tr("Add --model NAME, for example --model tiny."),
-        )
-    if near and not 0.5 <= near <= 1:
-        raise CourseError(
-            tr("--near is {near}.", near=near),
-            todo=tr("Leave --near out (0.8), set it between 0.5 and 1, or to 0 to turn the search off."),
-        )
     _require_new(out, rejected)
-    settings = Settings(", ".join(sources), columns=canonical(columns), near=near, repair=repair)
+    settings = Settings(", ".join(sources), columns=columns, near=near, repair=repair)
     with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as scratch:  # no part of the report
-        tokenizer = models.load_tokenizer(model, "--model") if model else None
+        tokenizer = models.load_tokenizer(model, "--model") if model or max_length else None
         with building(out or Path(scratch), settings, *find_sources(sources, "")) as build:
             card = build.card()
             lengths = None

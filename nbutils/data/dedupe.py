@@ -132,10 +132,11 @@ def _compared_as(character: str) -> int:
 
 def row_text(messages: list[dict[str, Any]], tools: Any = None) -> RowText:
     """What is compared of a row."""
-    texts = [_spoken_text(message) for message in messages]
-    system = ""
-    if messages[0]["role"] == "system":
-        system = texts.pop(0)
+    texts = []
+    for message in messages:
+        calls = message.get("tool_calls", "")
+        texts.append(f"{message['content']}{calls}")
+    system = texts.pop(0) if messages[0]["role"] == "system" else ""
     answer = texts.pop()
     return RowText(
         exact=f"{system}{SEPARATOR}{tools or ''}",
@@ -144,22 +145,13 @@ def row_text(messages: list[dict[str, Any]], tools: Any = None) -> RowText:
     )
 
 
-def _spoken_text(message: dict[str, Any]) -> str:
-    content: str = message["content"]
-    if "tool_calls" not in message:
-        return content
-    return f"{content}\n{message['tool_calls']}"
-
-
 def _numbers_and_symbols(codes: np.ndarray) -> list[str]:
     """The numbers and symbols of each text between separators."""
     exact = _tables().exact.take(codes)
     kept = np.where(exact, codes, ord(" "))
-    texts = _decoded(kept).split(SEPARATOR)
-    numbers = []
-    for text in texts[1:-1]:
-        numbers.append(" ".join(text.split()))
-    return numbers
+    decoded = _decoded(kept)
+    texts = decoded.split(SEPARATOR)
+    return [" ".join(text.split()) for text in texts[1:-1]]
 
 
 def _trigrams(codes: np.ndarray) -> np.ndarray:
@@ -255,27 +247,19 @@ def _signatures(texts: Iterable[RowText]) -> np.ndarray:
 
 def _tokens(rows: list[RowText]) -> tuple[np.ndarray, np.ndarray]:
     """The 3-grams of all rows, with what has to be equal mixed in, and where each row begins among them."""
-    texts = [""]
-    for row in rows:
-        texts.append(row.question)
-        texts.append(row.answer)
-    texts.append("")
-    codes = normalized(SEPARATOR.join(texts))
-    exact = iter(_numbers_and_symbols(codes))
+    pair = SEPARATOR * 2  # between two rows: no 3-gram reaches over it
+    joined = pair.join(f"{row.question}{SEPARATOR}{row.answer}" for row in rows)
+    codes = normalized(f"{pair}{joined}{pair}")
+    numbers = iter(_numbers_and_symbols(codes))
     keys = []
     for row in rows:
-        key = f"{row.exact}\x1d{next(exact)}\x1d{next(exact)}"
+        next(numbers)  # of the empty text within the pair
+        key = f"{row.exact}\x1d{next(numbers)}\x1d{next(numbers)}"
         keys.append(_hash(key))
-    tokens = _trigrams(codes)
-    separators = np.flatnonzero(codes[codes != 0] == ord(SEPARATOR))
-    starts = separators[::2]  # of each row, and the end of the last
+    starts = np.flatnonzero(codes[codes != 0] == ord(SEPARATOR))[::3]  # a row has three, and the end begins with one
     lengths = np.diff(starts)
     mixed_in = np.repeat(np.array(keys, np.uint64), lengths)
-    tokens ^= mixed_in[: len(tokens)]
-    across_rows = starts[1:-1] - 1
-    tokens = np.delete(tokens, across_rows)
-    offsets = starts - np.arange(len(starts))
-    return tokens, offsets.astype(np.uint64)
+    return _trigrams(codes) ^ mixed_in, starts.astype(np.uint64)
 
 
 def _batch(stream: Iterator[RowText]) -> Iterator[RowText]:
@@ -295,7 +279,7 @@ def _candidates(
 ) -> np.ndarray:
     """For each row the most similar of the rows that come first in its LSH buckets; -1 where there is none."""
     best = np.full(len(order), -1, np.int64)
-    least = int((near - 0.15) * PERMUTATIONS)  # less is no candidate
+    least = int(max(near - 0.15, 0) * PERMUTATIONS)  # less is no candidate
     score = np.full(len(order), least, np.uint8)  # of the best so far
     for band in _bands(signatures):
         _, first, bucket = np.unique(
@@ -318,9 +302,5 @@ def _candidates(
 
 def _bands(signatures: np.ndarray) -> Iterator[np.ndarray]:
     """Each band of the signatures; then all in one, as copies in a crowd of similar rows share the whole signature."""
-    bands = signatures.view(np.uint64).T
-    whole = np.zeros(len(signatures), np.uint64)
-    for band in bands:
-        yield band
-        whole = whole * np.uint64(0x9E3779B97F4A7C15) + band
-    yield whole
+    yield from signatures.view(np.uint64).T
+    yield np.array([hash(signature.tobytes()) for signature in signatures])

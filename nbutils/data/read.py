@@ -10,7 +10,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -239,30 +239,27 @@ def _table_rows(file: Path) -> Iterator[Row | RowError]:
         tabs = format_of(file) == ".tsv"
         sign = "\t" if tabs else next((sign for sign in ",;\t" if sign in first), ",")  # Excel has ; in much of Europe
         reader = csv.reader(chain([first], lines), delimiter=sign, strict=True)
-        line = 1
+        names: list[str] = []
+        end = 0  # the line on which the last row ended
         try:
-            names = next(reader, [])
-            while names and not names[-1].strip():  # Excel goes on with empty columns after the last name
-                names.pop()
-            if len(set(names)) < len(names):
-                raise csv.Error(tr("a name is twice in the header"))
-            line = reader.line_num + 1
             for values in reader:
-                first_line = line
-                line = reader.line_num + 1
-                if not any(map(str.strip, values)):  # ... and with empty rows after the last one
-                    continue
-                surplus = "".join(values[len(names) :]).strip()
-                if len(values) < len(names) or surplus:
+                line = end + 1
+                end = reader.line_num
+                while values and not values[-1].strip():  # Excel goes on with empty columns, and then with empty rows
+                    values.pop()
+                if not names:
+                    names = values
+                    if len(set(names)) < len(names):
+                        yield _error(file, line, "malformed_csv", tr("the line"), tr("a name is twice in the header"))
+                        return
+                elif len(values) > len(names):
                     counts = tr("{count} values for {width} columns", count=len(values), width=len(names))
-                    seen = f"{counts}: {short(values)}"
-                    yield _error(file, first_line, "malformed_csv", tr("the line"), seen)
-                    continue
-                row = dict(zip(names, values, strict=False))
-                yield Row(file.name, first_line, row)
+                    yield _error(file, line, "malformed_csv", tr("the line"), f"{counts}: {short(values)}")
+                elif values:
+                    yield Row(file.name, line, dict(zip_longest(names, values, fillvalue="")))
         except csv.Error as problem:
             seen = tr("{problem}; the rest is not read", problem=problem)
-            yield _error(file, line, "malformed_csv", tr("the line"), seen)
+            yield _error(file, end + 1, "malformed_csv", tr("the line"), seen)
 
 
 def _arrow_rows(file: Path) -> Iterator[Row]:

@@ -12,7 +12,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, TypeAdapter, Validati
 from pydantic_core import ErrorDetails
 from typing_extensions import NotRequired, TypedDict
 
-from nbutils.data.texts import Kind, Problem, find_problems, fix_encoding, mask, short, warn_of_private
+from nbutils.data.texts import Kind, Problem, find_problems, fix_encoding, short, warn_of_private
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
@@ -197,25 +197,22 @@ def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts | Problem:
 def _known_layout(known: dict[str, str]) -> Parts | Problem:
     """The layout of a row in one of the shapes that the course knows."""
     names = ", ".join(reversed(known.values()))
-    fitting: list[Parts] = []
+    complete: list[Parts] = []
     missing = ""
     for shape in map(parse_mapping, SHAPES):
         absent = [columns[0] for columns in shape.values() if columns[0] not in known]
         if not absent:
-            fitting.append(_present(shape, known))
+            complete.append(_present(shape, known))
         elif len(absent) < len(shape):
             missing = missing or absent[0]
-    if not fitting and missing:
+    if not complete and missing:
         return Problem("missing_field", missing, tr("only {names}", names=names))
-    if not fitting:
-        return Problem("unknown_columns", tr("the columns"), names or tr("no columns"))
-    used = _columns_of(fitting[0])
-    others = [parts for parts in fitting if not set(_columns_of(parts)) <= set(used)]
-    if others:
-        shapes = ["/".join(_columns_of(parts)) for parts in (fitting[0], *others)]
-        seen = tr("fits {shapes}", shapes=", ".join(shapes))
-        return Problem("ambiguous_columns", names, seen)
-    return fitting[0] | _present(OPTIONAL, known)
+    if not complete:
+        return Problem("unknown_columns", tr("the columns"), names)
+    used = set(_columns_of(complete[0]))
+    if not all(used.issuperset(_columns_of(parts)) for parts in complete):
+        return Problem("ambiguous_columns", tr("the columns"), names)
+    return complete[0] | _present(OPTIONAL, known)
 
 
 def _normalized(column: object) -> str:
@@ -377,8 +374,7 @@ class _Check:
         """The text, repaired where that is wanted and certain, without blanks that melt into the template's."""
         fixed = fix_encoding(text)
         if fixed != text:
-            seen = tr("{text!r} for {fixed!r}", text=mask(text)[:20], fixed=mask(fixed)[:20])
-            problem = Problem("mojibake", field, seen)
+            problem = Problem("mojibake", field, short(text))
             if repair:
                 self.warnings.append(problem)
                 text = fixed

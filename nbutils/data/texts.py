@@ -50,14 +50,18 @@ TODOS: dict[Kind, str] = {  # for rows that are rejected
 GBK = "GB18030"
 _PAIR = re.compile(rb"[\x81-\xfe][\x40-\xfe]")
 _COMMON_PAIR = re.compile(rb"[\xa1-\xa3\xb0-\xd7][\xa1-\xfe]")  # punctuation and the 3,755 most frequent characters
-# what no repair brings back: replaced characters, and the Chinese comma and full stop of UTF-8 read as GBK
-LOST = re.compile("\ufffd|锟斤拷|锛[屼屽屾岀岃岄]|銆[備傚傛傜傝傞]")
 _LATIN = re.compile("[\xc2-\xf4][^\x00-\x7f]")  # every character of UTF-8 that was read as Latin-1 begins like this
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
-MARKERS = re.compile(
-    r"<[|｜][A-Za-z][\w▁ ]{1,40}[|｜]>|\[/?INST\]|<</?SYS>>|\[gMASK\]|<(?:[se]op|unk|pad)>"
-    r"|<(?:start|end)_of_turn>|\[/?AVAILABLE_TOOLS\]|^\s*<(?:s|bos)>|</s>\s*$|<eos>\s*$"
-)
+SUSPICIOUS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffd锟锛銆<\[]")
+FORBIDDEN: dict[Kind, re.Pattern[str]] = {
+    # what no repair brings back: replaced characters, and the Chinese comma and full stop of UTF-8 read as GBK
+    "mojibake": re.compile("\ufffd|锟斤拷|锛[屼屽屾岀岃岄]|銆[備傚傛傜傝傞]"),
+    "encoding": re.compile(r"[\udc80-\udcff]"),  # bytes that could not be decoded
+    "control_character": re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udc7f\udd00-\udfff]"),
+    "template_marker": re.compile(
+        r"<[|｜][A-Za-z][\w▁ ]{1,40}[|｜]>|\[/?INST\]|<</?SYS>>|\[gMASK\]|<(?:[se]op|unk|pad)>"
+        r"|<(?:start|end)_of_turn>|\[/?AVAILABLE_TOOLS\]|^\s*<(?:s|bos)>|</s>\s*$|<eos>\s*$"
+    ),
+}
 INVISIBLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _GAP = r"[ .\-\xa0\u2002-\u200a\u2010-\u2015\u202f\u3000]"  # between groups of digits
@@ -131,20 +135,13 @@ def fix_encoding(text: str) -> str:
 
 def find_problems(field: str, text: str) -> Iterator[Problem]:
     """What a model must not learn: lost characters, markers of chat templates, control characters."""
-    lost = None if text.isascii() else LOST.search(text)
-    if lost:
-        yield Problem("mojibake", field, _seen_at(lost))
-    marker = MARKERS.search(text) if "<" in text or "[" in text else None
-    if marker:
-        yield Problem("template_marker", field, _seen_at(marker))
-    control = CONTROL.search(text)
-    if control:
-        unread = "\udc80" <= control[0] <= "\udcff"  # a byte that could not be decoded
-        yield Problem("encoding" if unread else "control_character", field, _seen_at(control))
-
-
-def _seen_at(match: re.Match[str]) -> str:
-    return tr("{what} at {place}", what=shown(match[0]), place=match.start() + 1)
+    if not SUSPICIOUS.search(text):  # four times as fast as the patterns
+        return
+    for kind, pattern in FORBIDDEN.items():
+        match = pattern.search(text)
+        if match:
+            seen = tr("{what} at {place}", what=shown(match[0]), place=match.start() + 1)
+            yield Problem(kind, field, seen)
 
 
 def find_private(text: str) -> Iterator[Private]:

@@ -137,7 +137,7 @@ card = data.prepare(
     rows=lesson.profile.course.rows,
 )
 print(card)
-data.show_rejected(card, lesson.run.data)
+print(card.rejected_text(lesson.run.data / "rejected.jsonl"))
 
 # %% [markdown]
 # 每条样本的去向，以及最先发现的几条含隐私数据（手机号、邮箱、密钥）的样本：模型可能把训练过的内容原样说出来。*近似重复*（near duplicate）是和另一条样本意思相同、用词也几乎相同的样本；如果出现在验证集里，模型看起来就会比实际好（`near_leak`）。
