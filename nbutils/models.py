@@ -108,10 +108,8 @@ class KnownModel(Shape):
 
 def known_models() -> dict[str, KnownModel]:
     """The models of `configs/models.yaml` by short name."""
-    models = {}
-    for name, entry in read_table("models.yaml", KnownModel).items():
-        models[name] = entry.model_copy(update={"name": name})
-    return models
+    table = read_table("models.yaml", KnownModel)
+    return {name: model.model_copy(update={"name": name}) for name, model in table.items()}
 
 
 def course_model(name: str) -> KnownModel | None:
@@ -208,27 +206,23 @@ def find_shape(model: str) -> Shape:
     file = folder / "config.json"
     if not file.is_file():
         file = Path(cached(model, "config.json"))
-    if not file.is_file():
+    try:
+        if not file.is_file():
+            raise ValueError(tr("not a course model, not a folder with config.json, and not in the cache"))
+        require_plain(file.parent)
+        return _shape_in("tiny" if is_tiny(model) else model, read_config(file))
+    except (ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
         raise CourseError(
-            tr(
-                "The shape of {model} is not known: it is not a course model, not a folder with config.json, "
-                "and not in the cache.",
-                model=model,
+            tr("The shape of {model} is not known ({problem}).", model=model, problem=problem),
+            allowed=tr(
+                "{names}, tiny, or a folder with the config.json of a dense model, as Qwen2, Qwen3, Llama and GLM-4 "
+                "are",
+                names=", ".join(known_models()),
             ),
-            allowed=tr("{names}, tiny, or a folder with config.json", names=", ".join(known_models())),
             todo=tr(
                 "Give --model one of these, or save the model's config.json (a few kB) into a folder and "
                 "give that folder."
             ),
-        )
-    require_plain(file.parent)
-    try:
-        return _shape_in("tiny" if is_tiny(model) else model, read_config(file))
-    except (ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
-        raise CourseError(
-            tr("{file} does not give the model's sizes ({problem}).", file=file, problem=problem),
-            allowed=tr("the config.json of a dense model, as Qwen2, Qwen3, Llama and GLM-4 are"),
-            todo=tr("Download it again, plan another model, or measure this one with a few steps on a rented GPU."),
         ) from problem
 
 
@@ -404,9 +398,6 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
             raise ValueError(f"{file.place} is not in {folder}")
     stopped = threading.Event()
 
-    def download(file: RemoteFile) -> None:
-        network.download(*file, advance, token)
-
     def advance(count: int) -> None:
         if stopped.is_set():
             raise CancelledError
@@ -425,7 +416,7 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
         bar = tqdm(total=total, initial=here, unit="B", unit_scale=True, desc=model.partition("/")[2])
         with bar, ThreadPoolExecutor(AT_ONCE) as pool:
             try:
-                list(pool.map(download, missing))
+                list(pool.map(lambda file: network.download(*file, advance, token), missing))
             finally:  # after an error or Ctrl-C the other files end too, to be continued
                 stopped.set()
 

@@ -815,21 +815,6 @@ def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(os.listdir(out)) == {".building-now", "data_card.json", "eval.jsonl", "rejected.jsonl", "train.jsonl"}
 
 
-def test_data_that_another_process_finished_is_not_exchanged(tmp_path: Path, monkeypatch: Any) -> None:
-    first, second = (write(tmp_path / f"{n}.jsonl", [qa(i) for i in range(n)]) for n in (30, 40))
-    run = build.Build.run
-
-    def slow(self: build.Build, *files: Any) -> None:
-        monkeypatch.setattr(build.Build, "run", run)
-        data.prepare(first, tmp_path / "out")
-        run(self, *files)
-
-    monkeypatch.setattr(build.Build, "run", slow)
-    with refused("already holds data made from other input"):
-        data.prepare(second, tmp_path / "out")
-    assert data.prepare(first, tmp_path / "out").rows == 30
-
-
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device"):

@@ -98,8 +98,6 @@ def prepare(
         return _reuse(out, source, settings)
     train, held_out = find_sources([named] if named else [], eval_source)
     with building(out, settings, train, held_out) as build:
-        if (out / CARD).exists():  # another process was faster
-            return _reuse(out, source, settings)
         card = build.card()
         build.publish_file(REJECTED, out)
         _require_usable(card, out)
@@ -157,8 +155,9 @@ def _reuse(out: Path, source: str, settings: Settings) -> DataCard:
 
 def _is_source_of(card: DataCard, source: str) -> bool:
     """Whether the data was made from this source: by content, or by name where a file went with its machine."""
-    paths = [Path(name).expanduser() for name in (source, card.eval_source) if name]
-    if source == card.source and not all(path.exists() for path in paths):
+    names = filter(None, (source, card.eval_source))
+    gone = [name for name in names if not Path(name).expanduser().exists()]
+    if gone and source == card.source:
         return True
     train, held_out = find_sources([source], card.eval_source)
     return hash_files(train, held_out, end=END) == card.source_sha256
@@ -333,8 +332,10 @@ class Build:
                 self.sides[number] = LEFT_OUT
                 row = read(number)
                 self._count(row["messages"], -1)
-                leaked = self.eval_files and sides[kept] != sides[number]
-                problem = self._repeats("near_leak" if leaked else "near_duplicate", kept)
+                kind: Kind = "near_duplicate"
+                if self.eval_files and sides[kept] != sides[number]:
+                    kind = "near_leak"
+                problem = self._repeats(kind, kept)
                 file = self.names[self.file[number]]
                 self._reject(self.line[number], row, problem, file=file)
 

@@ -46,11 +46,6 @@ class Rejection(BaseModel):
         )
 
 
-def rejections(error: RowError) -> list[Rejection]:
-    """The problems of a row, each with its place."""
-    return [Rejection(file=error.file, line=error.line, **vars(problem)) for problem in error.problems]
-
-
 class DataCard(BaseModel):
     """rows = accepted + rejected, accepted = train + eval + unused; each rejected row counts under its first reason."""
 
@@ -210,4 +205,5 @@ def show(row: Row | RowError, columns: str = "") -> None:
 def show_problems(errors: Iterable[RowError]) -> None:
     """Print every problem of these rows: where, what is wrong, what was seen, what to do."""
     for error in errors:
-        print(*rejections(error), sep="\n")
+        for problem in error.problems:
+            print(Rejection(file=error.file, line=error.line, **vars(problem)))

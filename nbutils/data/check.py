@@ -31,7 +31,7 @@ class Report:
     card: DataCard
     lengths: dict[str, int] | None  # in tokens
     columns: list[str]  # of the first row whose columns are not known
-    rejected_file: str
+    rejected_file: Path | None
     next: list[str]
 
     def as_json(self) -> dict[str, Any]:
@@ -86,13 +86,12 @@ def check(
                 build.publish_file(REJECTED, out)
             if out and card.train and card.eval:
                 build.publish(card, out)
-    written = rejected or (out / REJECTED if out else "")
     unknown = [problem.seen for problem in card.problems if problem.kind == "unknown_columns"]
     return Report(
         card=card,
         lengths=lengths,
         columns=unknown[0].split(", ") if unknown else [],
-        rejected_file=str(written),
+        rejected_file=rejected or (out and out / REJECTED),
         next=_next_steps(card, mean, out, estimated=not model),
     )
 

@@ -29,6 +29,8 @@ SEED = 42
 BATCH_CHARACTERS = 1 << 15  # of rows hashed at once; one takes 25 bytes
 TEMPLATE = 8  # more rows than this that are similar to one row are a template filled in, not copies
 _NUMBER = re.compile(f"[{NUMERALS}]+")
+_LETTERS = r"[^\W\d_²³¹\u2070-\u209f\u2150-\u218f\u2460-\u249b\U00010000-\U0010ffff]{2}"
+_HYPHEN = re.compile(f"(?<={_LETTERS})[-\uff0d](?={_LETTERS})")  # of `well-known`; the minus of `x - y` counts
 _json = functools.partial(
     json.dumps,
     sort_keys=True,
@@ -46,10 +48,9 @@ class RowText(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """For each UTF-16 unit: what it is compared as, whether it is a letter, and whether it is a numeral or symbol."""
+    """For each UTF-16 unit: what it is compared as, and whether it is a numeral or symbol."""
 
     compared: np.ndarray
-    letters: np.ndarray
     exact: np.ndarray
 
 
@@ -85,16 +86,10 @@ def _hash(text: str) -> int:
 
 def normalized(text: str) -> np.ndarray:
     """Each UTF-16 unit of a text as it is compared, 0 where it does not count."""
-    tables = _tables()
+    if "-" in text or "\uff0d" in text:
+        text = _HYPHEN.sub("", text)
     units = np.frombuffer(text.encode("utf-16-le"), np.uint16)
-    codes = tables.compared.take(units)
-    if "-" in text or "\uff0d" in text:  # the hyphen of `well-known` does not count, the minus of `x - y` does
-        hyphens = np.flatnonzero(codes[2:-2] == ord("-")) + 2
-        for step in (-2, -1, 1, 2):
-            neighbours = codes[hyphens + step]
-            hyphens = hyphens[tables.letters.take(neighbours)]
-        codes[hyphens] = 0
-    return codes
+    return _tables().compared.take(units)
 
 
 def _decoded(codes: np.ndarray) -> str:
@@ -106,7 +101,6 @@ def _tables() -> Tables:
     characters = [chr(code) for code in range(UNITS)]
     return Tables(
         compared=np.array([_compared_as(character) for character in characters], np.uint16),
-        letters=np.array([character.isalpha() for character in characters]),
         exact=np.array([_is_exact(character) for character in characters]),
     )
 
@@ -204,10 +198,8 @@ def find_repeated(
     candidates = _candidates(signatures, near, order)
     same: dict[int, int] = {}
     similar: dict[int, int] = {}
-    for row in order.tolist():
+    for row in order[candidates[order] >= 0].tolist():
         kept = int(candidates[row])
-        if kept < 0:
-            continue
         kept = same.get(kept, kept)
         overlap = similarity(text_of(row), text_of(kept))
         if overlap == 1:
@@ -248,18 +240,21 @@ def _signatures(texts: Iterable[RowText]) -> np.ndarray:
 def _tokens(rows: list[RowText]) -> tuple[np.ndarray, np.ndarray]:
     """The 3-grams of all rows, with what has to be equal mixed in, and where each row begins among them."""
     pair = SEPARATOR * 2  # between two rows: no 3-gram reaches over it
-    joined = pair.join(f"{row.question}{SEPARATOR}{row.answer}" for row in rows)
-    codes = normalized(f"{pair}{joined}{pair}")
+    texts = [f"{row.question}{SEPARATOR}{row.answer}" for row in rows]
+    codes = normalized(pair.join(["", *texts, ""]))
     numbers = iter(_numbers_and_symbols(codes))
     keys = []
     for row in rows:
         next(numbers)  # of the empty text within the pair
         key = f"{row.exact}\x1d{next(numbers)}\x1d{next(numbers)}"
         keys.append(_hash(key))
-    starts = np.flatnonzero(codes[codes != 0] == ord(SEPARATOR))[::3]  # a row has three, and the end begins with one
+    counting = codes[codes != 0]
+    separators = np.flatnonzero(counting == ord(SEPARATOR))
+    starts = separators[::3]  # a row has three; the last begins what follows the last row
     lengths = np.diff(starts)
     mixed_in = np.repeat(np.array(keys, np.uint64), lengths)
-    return _trigrams(codes) ^ mixed_in, starts.astype(np.uint64)
+    tokens = _trigrams(codes) ^ mixed_in
+    return tokens, starts.astype(np.uint64)
 
 
 def _batch(stream: Iterator[RowText]) -> Iterator[RowText]:

@@ -25,6 +25,7 @@ from nbutils.platforms import network
 TEXT = (".jsonl", ".json", ".csv", ".tsv")
 FORMATS = (*TEXT, ".parquet", ".arrow")
 COMPRESSED = (".gz", ".zst")  # after the ending of a text
+BUNDLED = ("assistant_en", "assistant_zh")  # in data_samples
 HUB_NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(?::(?P<folder>[^:]+))?")
 HEAD = 1 << 16  # bytes at the beginning of a file that decide about its encoding
 CHUNK = 1 << 20  # bytes read at a time
@@ -72,19 +73,13 @@ def format_of(path: Path, formats: tuple[str, ...] = FORMATS) -> str:
     return suffix if suffix in formats else ""
 
 
-def bundled(name: str) -> Path | None:
-    """The folder of a dataset that comes with the course, if this is its name and no file of the learner's."""
-    if not re.fullmatch(r"\w+", name) or Path(name).exists():
-        return None
-    folder = SAMPLES / name
-    return folder if (folder / "train.jsonl").is_file() else None
-
-
 def local_path(source: str) -> Path:
     """The file or folder of a source: bundled, of this machine, or attached (Kaggle); it need not be there."""
-    path = bundled(source) or Path(source).expanduser()
+    path = Path(source).expanduser()
     if path.exists():
         return path
+    if source in BUNDLED:
+        return SAMPLES / source
     inputs = platforms.folders(platforms.detect()).inputs
     return platforms.find_input(inputs, source) or path
 
@@ -243,20 +238,18 @@ def _table_rows(file: Path) -> Iterator[Row | RowError]:
         end = 0  # the line on which the last row ended
         try:
             for values in reader:
-                line = end + 1
-                end = reader.line_num
                 while values and not values[-1].strip():  # Excel goes on with empty columns, and then with empty rows
                     values.pop()
                 if not names:
                     names = values
                     if len(set(names)) < len(names):
-                        yield _error(file, line, "malformed_csv", tr("the line"), tr("a name is twice in the header"))
-                        return
+                        raise csv.Error(tr("a name is twice in the header"))
                 elif len(values) > len(names):
                     counts = tr("{count} values for {width} columns", count=len(values), width=len(names))
-                    yield _error(file, line, "malformed_csv", tr("the line"), f"{counts}: {short(values)}")
+                    yield _error(file, end + 1, "malformed_csv", tr("the line"), f"{counts}: {short(values)}")
                 elif values:
-                    yield Row(file.name, line, dict(zip_longest(names, values, fillvalue="")))
+                    yield Row(file.name, end + 1, dict(zip_longest(names, values, fillvalue="")))
+                end = reader.line_num
         except csv.Error as problem:
             seen = tr("{problem}; the rest is not read", problem=problem)
             yield _error(file, end + 1, "malformed_csv", tr("the line"), seen)

@@ -185,30 +185,24 @@ def parse_mapping(text: str) -> Parts:
 def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts | Problem:
     """Which columns hold which part; decided once for all rows that have the same columns."""
     known = {_normalized(column): column for column in reversed(columns)}
-    if not mapping:
-        return _known_layout(known)
-    parts = parse_mapping(mapping)
-    absent = [column for column in _columns_of(parts) if _normalized(column) not in known]
-    if absent:
-        return Problem("missing_field", ", ".join(absent), tr("only {names}", names=", ".join(columns)))
-    return _present(parts, known)
-
-
-def _known_layout(known: dict[str, str]) -> Parts | Problem:
-    """The layout of a row in one of the shapes that the course knows."""
-    names = ", ".join(reversed(known.values()))
+    names = ", ".join(columns)
     complete: list[Parts] = []
     missing = ""
-    for shape in map(parse_mapping, SHAPES):
-        absent = [columns[0] for columns in shape.values() if columns[0] not in known]
+    for shape in map(parse_mapping, [mapping] if mapping else SHAPES):
+        needed = _columns_of(shape)
+        if not mapping:
+            needed = [joined[0] for joined in shape.values()]
+        absent = [column for column in needed if _normalized(column) not in known]
         if not absent:
             complete.append(_present(shape, known))
-        elif len(absent) < len(shape):
-            missing = missing or absent[0]
+        elif mapping or len(absent) < len(needed):
+            missing = missing or ", ".join(absent)
     if not complete and missing:
         return Problem("missing_field", missing, tr("only {names}", names=names))
     if not complete:
         return Problem("unknown_columns", tr("the columns"), names)
+    if mapping:
+        return complete[0]
     used = set(_columns_of(complete[0]))
     if not all(used.issuperset(_columns_of(parts)) for parts in complete):
         return Problem("ambiguous_columns", tr("the columns"), names)
@@ -352,8 +346,8 @@ class _Check:
     def __init__(self, repair: bool) -> None:
         self.repair = repair
         self.trimmed = False
-        self.problems: list[Problem] = []
-        self.warnings: list[Problem] = []
+        self.problems = list[Problem]()
+        self.warnings = list[Problem]()
 
     def message(self, turn: Turn) -> Json:
         """The message of a turn, with what the chat template reads beside its text."""
@@ -426,4 +420,4 @@ def _require_order(turns: list[Turn]) -> None:
             raise InvalidRow(Problem("role_order", place, seen))
         expected = ("tool",) if message.get("tool_calls") else FOLLOWS[role]
     if role != "assistant":
-        raise InvalidRow(Problem("no_assistant", place, tr("{role} at the end", role=role)))
+        raise InvalidRow(Problem("no_assistant", place, role))

@@ -101,11 +101,12 @@ class Problem:
 
 
 class Private(NamedTuple):
-    """Where private data stands in a text."""
+    """Private data: where it stands in a text, and what is shown of it."""
 
     start: int
     stop: int
     kind: Kind
+    masked: str
 
 
 def encoding_of(head: bytes) -> str:
@@ -146,6 +147,7 @@ def find_problems(field: str, text: str) -> Iterator[Problem]:
 
 def find_private(text: str) -> Iterator[Private]:
     """Each phone or identity number, e-mail address and key, in the order of the text."""
+    original = text
     if not text.isascii() and ("０" in text or "１" in text or "＠" in text):
         text = text.translate(_WIDE)  # the digits of Chinese keyboards; no place changes
     raw = text.encode("utf-8", "surrogatepass")
@@ -158,7 +160,9 @@ def find_private(text: str) -> Iterator[Private]:
         patterns |= {"id_number": ID_NUMBER, "phone": PHONE}
     spans = []
     for kind, pattern in patterns.items():
-        spans += [Private(match.start(), match.end(), kind) for match in pattern.finditer(text)]
+        for match in pattern.finditer(text):
+            start, stop = match.span()
+            spans.append(Private(start, stop, kind, _masked(kind, original[start:stop])))
     end = 0
     for span in sorted(spans):
         if span.start >= end:
@@ -169,7 +173,7 @@ def find_private(text: str) -> Iterator[Private]:
 def warn_of_private(field: str, text: str) -> Iterator[Problem]:
     """A warning for each piece of private data, which it shows masked."""
     for span in find_private(text):
-        yield Problem(span.kind, field, _masked(span.kind, text[span.start : span.stop]))
+        yield Problem(span.kind, field, span.masked)
 
 
 def _masked(kind: Kind, private: str) -> str:
@@ -188,7 +192,7 @@ def mask(text: str) -> str:
     masked = ""
     end = 0
     for span in find_private(text):
-        masked += text[end : span.start] + _masked(span.kind, text[span.start : span.stop])
+        masked += text[end : span.start] + span.masked
         end = span.stop
     return masked + text[end:]
 
