@@ -72,9 +72,8 @@ def profile_here() -> str:
     raise CourseError(
         tr("There is no GPU here, so PROFILE auto cannot say what you will train."),
         allowed=tr(
-            "--profile with one of: {profiles}; or a model: tiny, {models}, a hub id (owner/name), a folder",
+            "--profile with one of: {profiles}; or a model, named as MODEL in the lessons",
             profiles=", ".join(profiles),
-            models=", ".join(models.known_models()),
         ),
         todo=tr(
             "Name the profile of the GPU you will rent, as in `python -m nbutils fetch --profile "

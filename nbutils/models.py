@@ -202,15 +202,16 @@ def find_shape(model: str) -> Shape:
     """
     if known := course_model(model):
         return known
-    folder = files.TINY_MODEL if is_tiny(model) else Path(model).expanduser()
-    file = folder / "config.json"
+    if is_tiny(model):
+        return _shape_in("tiny", read_config(files.TINY_MODEL / "config.json"))
+    file = Path(model).expanduser() / "config.json"
     if not file.is_file():
         file = Path(cached(model, "config.json"))
     try:
         if not file.is_file():
             raise ValueError(tr("not a course model, not a folder with config.json, and not in the cache"))
         require_plain(file.parent)
-        return _shape_in("tiny" if is_tiny(model) else model, read_config(file))
+        return _shape_in(model, read_config(file))
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
         raise CourseError(
             tr("The shape of {model} is not known ({problem}).", model=model, problem=problem),
@@ -359,9 +360,8 @@ def snapshot(hub_id: str, **options: Any) -> Path:
 
 def _wanted(name: str) -> bool:
     """Whether a lesson reads this file of a repository."""
-    if any(fnmatch(name, pattern) for pattern in NOT_WANTED):
-        return False
-    return any(fnmatch(name, pattern) for pattern in WANTED)
+    wanted = any(fnmatch(name, pattern) for pattern in WANTED)
+    return wanted and not any(fnmatch(name, pattern) for pattern in NOT_WANTED)
 
 
 @contextmanager
@@ -403,6 +403,9 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
             raise CancelledError
         bar.update(count)
 
+    def download(file: RemoteFile) -> None:
+        network.download(file.url, file.place, file.size, file.sha256, advance, token)
+
     files.make_folder(folder, model)
     with files.lock(folder / ".download.lock"):
         total = sum(file.size for file in listed)
@@ -416,7 +419,7 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
         bar = tqdm(total=total, initial=here, unit="B", unit_scale=True, desc=model.partition("/")[2])
         with bar, ThreadPoolExecutor(AT_ONCE) as pool:
             try:
-                list(pool.map(lambda file: network.download(*file, advance, token), missing))
+                list(pool.map(download, missing))
             finally:  # after an error or Ctrl-C the other files end too, to be continued
                 stopped.set()
 
@@ -507,6 +510,5 @@ def load_tokenizer(name: str, parameter: str) -> Any:
                 model=name,
                 reason=str(problem).partition("\n")[0],
             ),
-            allowed=tr("tiny, a model of the course, a folder with a model, or a hub id"),
             todo=tr("Correct {parameter}, or connect this machine to the hub.", parameter=parameter),
         ) from problem

@@ -108,8 +108,7 @@ def prepare(
 def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], list[Path]]:
     """Training files and held-out files: those named so, or files and folders called `eval`, `test` or `valid`."""
     if not sources:
-        held_out = find_files(eval_source) if eval_source else [SAMPLES / EVAL]
-        return [SAMPLES / TRAIN], held_out
+        return [SAMPLES / TRAIN], find_files(eval_source or str(SAMPLES / EVAL))
     files = []
     for source in sources:
         files += [file for file in find_files(source) if file not in files]
@@ -155,8 +154,7 @@ def _reuse(out: Path, source: str, settings: Settings) -> DataCard:
 
 def _is_source_of(card: DataCard, source: str) -> bool:
     """Whether the data was made from this source: by content, or by name where a file went with its machine."""
-    names = filter(None, (source, card.eval_source))
-    gone = [name for name in names if not Path(name).expanduser().exists()]
+    gone = not Path(source).expanduser().exists()
     if gone and source == card.source:
         return True
     train, held_out = find_sources([source], card.eval_source)
@@ -208,27 +206,32 @@ class Build:
 
     def run(self) -> None:
         """Read everything into the folder; afterwards the three files there are as they will be published."""
-        progress = tqdm(desc=tr("Checking rows"), unit=tr(" rows"), mininterval=15, delay=5)
         with open(self.folder / REJECTED, "xb") as self.rejected:
-            with open(self.folder / ACCEPTED, "xb", CHUNK) as self.accepted, progress:
+            with open(self.folder / ACCEPTED, "xb", CHUNK) as self.accepted:
                 for file in self.eval_files:
-                    self._add_file(file, IN_EVAL, progress)
+                    self._add_file(file, IN_EVAL)
                 for file in self.train_files:
-                    self._add_file(file, IN_TRAIN, progress)
+                    self._add_file(file, IN_TRAIN)
             self._leave_out_near_duplicates()
         self._choose_splits()
         self._write_splits()
 
-    def _add_file(self, file: Path, side: int, progress: Any) -> None:
+    def _add_file(self, file: Path, side: int) -> None:
         names = [other.name for other in self.eval_files + self.train_files]
         name = file.name if names.count(file.name) == 1 else str(file)
         self.names.append(name)
         self.rows[name] = 0
-        for row in read_rows(file):
+        rows = tqdm(
+            read_rows(file),
+            tr("Checking rows"),
+            unit=tr(" rows"),
+            mininterval=15,
+            delay=5,
+        )
+        for row in rows:
             checked = check_row(row, self.settings.columns, self.settings.repair)
             self.rows[name] += 1
             self._add(checked, side)
-            progress.update()
 
     def _add(self, row: ChatRow | RowError, side: int) -> None:
         if isinstance(row, RowError):
@@ -284,14 +287,14 @@ class Build:
         for warning in warnings:
             self.warnings[warning.kind] += 1
             if self.warnings[warning.kind] <= WARNED:
-                text = tr(
+                example = tr(
                     "{place}, {field}: {kind} {seen}",
                     place=self._place(number),
                     field=warning.field,
                     kind=tr(warning.kind),
                     seen=warning.seen,
                 )
-                self.examples.append(text.rstrip())
+                self.examples.append(example)
 
     def _reject(self, line: int, raw: Any, *problems: Problem, file: str = "") -> None:
         file = file or self.names[-1]

@@ -107,10 +107,8 @@ class DataCard(BaseModel):
         if not self.rejected:
             return tr("no row was rejected")
         lines = [f"  {problem}" for problem in self.problems]
-        lines.append(
-            tr("All {count} rejected rows, each with every problem: {place}", count=self.rejected, place=place)
-        )
-        return "\n".join(lines)
+        all_of_them = tr("All {count} rejected rows: {place}", count=self.rejected, place=place)
+        return "\n".join([*lines, all_of_them])
 
 
 def counts_text(counts: dict[str, int]) -> str:
@@ -182,8 +180,8 @@ def stored_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def row_to_show(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A row without private data, if there is one among the first hundred; else the first."""
-    public = (row for row in rows[:100] if not any(find_private(str(row))))
+    """The first row without private data, if there is one; else the first."""
+    public = (row for row in rows if not any(find_private(str(row))))
     return next(public, rows[0])
 
 

@@ -46,11 +46,8 @@ class Report:
             lines.append(f"{title} {counts_text(self.lengths)}")
         place = self.rejected_file or tr("--rejected FILE writes them")
         lines.append(self.card.rejected_text(place))
-        for example in self.card.examples:
-            lines.append(f"  {example}")
-        lines.append("")
-        lines += self.next
-        return "\n".join(lines)
+        lines += [f"  {example}" for example in self.card.examples]
+        return "\n".join([*lines, "", *self.next])
 
 
 def check(

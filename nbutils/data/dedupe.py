@@ -54,7 +54,7 @@ class Tables(NamedTuple):
     exact: np.ndarray
 
 
-def digests(row: ChatRow, numbers: bool = False) -> tuple[int, int]:
+def digests(row: ChatRow, numbers: bool) -> tuple[int, int]:
     """Of the whole row as it is, and of its question as questions are compared; with `numbers` 3.5 is not 35."""
     fields = [_field(message) for message in row.messages]
     prompt = SEPARATOR.join(fields[:-1])
@@ -71,11 +71,11 @@ def digests(row: ChatRow, numbers: bool = False) -> tuple[int, int]:
 
 
 def _field(message: dict[str, Any]) -> str:
-    text = f"{message['role']}\x1f{message['content']}"
-    if len(message) == 2:
-        return text
-    extras = {name: value for name, value in message.items() if name not in ("role", "content")}
-    return f"{text}\x1f{_json(extras)}"
+    extras = dict(message)
+    role = extras.pop("role")
+    content = extras.pop("content")
+    text = f"{role}\x1f{content}"
+    return f"{text}\x1f{_json(extras)}" if extras else text
 
 
 def _hash(text: str) -> int:
@@ -145,7 +145,8 @@ def _numbers_and_symbols(codes: np.ndarray) -> list[str]:
     kept = np.where(exact, codes, ord(" "))
     decoded = _decoded(kept)
     texts = decoded.split(SEPARATOR)
-    return [" ".join(text.split()) for text in texts[1:-1]]
+    inner = texts[1:-1]
+    return [" ".join(text.split()) for text in inner]
 
 
 def _trigrams(codes: np.ndarray) -> np.ndarray:
@@ -246,11 +247,14 @@ def _tokens(rows: list[RowText]) -> tuple[np.ndarray, np.ndarray]:
     keys = []
     for row in rows:
         next(numbers)  # of the empty text within the pair
-        key = f"{row.exact}\x1d{next(numbers)}\x1d{next(numbers)}"
+        asked = next(numbers)
+        answered = next(numbers)
+        key = f"{row.exact}\x1d{asked}\x1d{answered}"
         keys.append(_hash(key))
     counting = codes[codes != 0]
     separators = np.flatnonzero(counting == ord(SEPARATOR))
-    starts = separators[::3]  # a row has three; the last begins what follows the last row
+    # a row has three; the last one begins what follows the last row
+    starts = separators[::3]
     lengths = np.diff(starts)
     mixed_in = np.repeat(np.array(keys, np.uint64), lengths)
     tokens = _trigrams(codes) ^ mixed_in

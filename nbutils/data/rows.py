@@ -12,7 +12,14 @@ from pydantic import AliasChoices, BeforeValidator, Field, TypeAdapter, Validati
 from pydantic_core import ErrorDetails
 from typing_extensions import NotRequired, TypedDict
 
-from nbutils.data.texts import Kind, Problem, find_problems, fix_encoding, short, warn_of_private
+from nbutils.data.texts import (
+    Kind,
+    Problem,
+    find_problems,
+    fix_encoding,
+    short,
+    warn_of_private,
+)
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
@@ -77,9 +84,8 @@ class RowError(NamedTuple):
 
 
 class ChatRow(NamedTuple):
-    """A row that passed: its messages and tools, where it came from, and what was done or is to be said about it."""
+    """A row that passed: its line, messages and tools, and what was done or is to be said about it."""
 
-    file: str
     line: int
     messages: list[Json]
     tools: list[Json] | None = None
@@ -95,11 +101,7 @@ class Turn(NamedTuple):
 
 
 class InvalidRow(ValueError):
-    """Raised for a part of a row that cannot be read."""
-
-    def __init__(self, *problems: Problem) -> None:
-        super().__init__(*problems)
-        self.problems = problems
+    """Raised with the problems of a row, or of a part of it, that cannot be read."""
 
 
 def _from_json(value: Any) -> Any:
@@ -258,10 +260,10 @@ def check_row(row: Row | RowError, mapping: str = "", repair: bool = True) -> Ch
         if not check.problems:
             _require_order(turns)
     except InvalidRow as invalid:
-        check.problems += invalid.problems
+        check.problems += invalid.args
     if check.problems:
         return RowError(row.file, row.line, row.raw, tuple(check.problems))
-    return ChatRow(row.file, row.line, messages, tools, check.trimmed, tuple(check.warnings))
+    return ChatRow(row.line, messages, tools, check.trimmed, tuple(check.warnings))
 
 
 def problems_of(raw: Any, mapping: str = "") -> list[Problem]:
