@@ -202,10 +202,11 @@ def find_shape(model: str) -> Shape:
     """
     if known := course_model(model):
         return known
-    if is_tiny(model):
-        return _shape_in("tiny", read_config(files.TINY_MODEL / "config.json"))
     file = Path(model).expanduser() / "config.json"
-    if not file.is_file():
+    if is_tiny(model):
+        model = "tiny"
+        file = files.TINY_MODEL / "config.json"
+    elif not file.is_file():
         file = Path(cached(model, "config.json"))
     try:
         if not file.is_file():
