@@ -405,7 +405,7 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
         bar.update(count)
 
     def download(file: RemoteFile) -> None:
-        network.download(file.url, file.place, file.size, file.sha256, advance, token)
+        network.download(*file, advance, token)
 
     files.make_folder(folder, model)
     with files.lock(folder / ".download.lock"):

@@ -67,7 +67,7 @@ LATIN_WORD = re.compile(r"[A-Za-z]+")
 
 
 @dataclass(frozen=True)
-class Settings:
+class DataSettings:
     """What a data folder is made from, and how; the card keeps it."""
 
     source: str
@@ -88,7 +88,7 @@ def prepare(
         `card = prepare("my_rows.jsonl", lesson.run.data, columns="user=title, assistant=reply")`
     """
     named = source or default
-    settings = Settings(
+    settings = DataSettings(
         source=named or BUNDLED,
         eval_source=eval_source,
         columns=columns,
@@ -128,7 +128,7 @@ def _is_held_out(name: Path) -> bool:
     return bool(EVAL_FILE.fullmatch(name.name)) or not folders.isdisjoint(EVAL_NAMES)
 
 
-def _reuse(out: Path, source: str, settings: Settings) -> DataCard:
+def _reuse(out: Path, source: str, settings: DataSettings) -> DataCard:
     """The finished data, if it was made from this input, in this way."""
     card = verify(out)
     same = (
@@ -162,7 +162,7 @@ def _is_source_of(card: DataCard, source: str) -> bool:
 
 
 @contextlib.contextmanager
-def building(out: Path, settings: Settings, train: list[Path], held_out: list[Path]) -> Iterator[Build]:
+def building(out: Path, settings: DataSettings, train: list[Path], held_out: list[Path]) -> Iterator[Build]:
     """A finished build in a folder below `out` that is gone afterwards, whatever happens."""
     size = 0
     for file in train + held_out:
@@ -182,7 +182,7 @@ def building(out: Path, settings: Settings, train: list[Path], held_out: list[Pa
 class Build:
     """One pass over the rows of a source into a temporary folder; about 300 bytes of each row stay in memory."""
 
-    def __init__(self, folder: Path, settings: Settings, train: list[Path], held_out: list[Path]) -> None:
+    def __init__(self, folder: Path, settings: DataSettings, train: list[Path], held_out: list[Path]) -> None:
         self.folder = folder
         self.settings = settings
         self.train_files = train

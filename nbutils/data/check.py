@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import display, models, plan
-from nbutils.data.build import NEAR, Build, Settings, building, find_sources
+from nbutils.data.build import NEAR, Build, DataSettings, building, find_sources
 from nbutils.data.card import EVAL, REJECTED, TRAIN, DataCard, counts_text, stored_rows
 from nbutils.errors import CourseError
 from nbutils.language import tr
@@ -25,7 +25,7 @@ TEMPLATE_TOKENS = 12
 
 
 @dataclass(frozen=True)
-class Report:
+class DataReport:
     """The card that these files would get, and what to do next."""
 
     card: DataCard
@@ -36,8 +36,11 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The report for programs."""
-        own = {"lengths": self.lengths, "columns": self.columns, "next": self.next}
-        return self.card.model_dump() | own
+        return self.card.model_dump() | {
+            "lengths": self.lengths,
+            "columns": self.columns,
+            "next": self.next,
+        }
 
     def __str__(self) -> str:
         lines = [str(self.card)]
@@ -60,14 +63,14 @@ def check(
     max_length: int = 0,
     out: Path | None = None,
     rejected: Path | None = None,
-) -> Report:
+) -> DataReport:
     """`data check`: the same pass; bad rows never stop it, and only `out` and `rejected` are written.
 
     Example:
         `print(check(["my_rows.jsonl"], columns="user=title, assistant=reply"))`
     """
     _require_new(out, rejected)
-    settings = Settings(", ".join(sources), columns=columns, near=near, repair=repair)
+    settings = DataSettings(", ".join(sources), columns=columns, near=near, repair=repair)
     with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as scratch:  # no part of the report
         tokenizer = models.load_tokenizer(model, "--model") if model or max_length else None
         with building(out or Path(scratch), settings, *find_sources(sources, "")) as build:
@@ -84,7 +87,7 @@ def check(
             if out and card.train and card.eval:
                 build.publish(card, out)
     unknown = [problem.seen for problem in card.problems if problem.kind == "unknown_columns"]
-    return Report(
+    return DataReport(
         card=card,
         lengths=lengths,
         columns=unknown[0].split(", ") if unknown else [],

@@ -172,8 +172,7 @@ def _overlap(text: str, other: str) -> float:
     """The share of 3-grams that two texts have in common; 0 if their numbers or symbols differ."""
     codes = normalized(f"{SEPARATOR}{text}{SEPARATOR}")
     other_codes = normalized(f"{SEPARATOR}{other}{SEPARATOR}")
-    exact = _numbers_and_symbols(codes)
-    if exact != _numbers_and_symbols(other_codes):
+    if _numbers_and_symbols(codes) != _numbers_and_symbols(other_codes):
         return 0.0
     grams = np.unique(_trigrams(codes))
     other_grams = np.unique(_trigrams(other_codes))
