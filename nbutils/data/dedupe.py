@@ -176,7 +176,12 @@ def _overlap(text: str, other: str) -> float:
         return 0.0
     grams = np.unique(_trigrams(codes))
     other_grams = np.unique(_trigrams(other_codes))
-    shared = len(np.intersect1d(grams, other_grams, assume_unique=True))
+    in_both = np.intersect1d(
+        grams,
+        other_grams,
+        assume_unique=True,
+    )
+    shared = len(in_both)
     either = len(grams) + len(other_grams) - shared
     return shared / either if either else 1.0
 
