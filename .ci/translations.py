@@ -108,7 +108,7 @@ def texts_in_data() -> set[str]:
         texts |= {*made, *(one.name for summands in made.values() for one in summands)}
     texts -= {"", "GPU", "GiB", "tokens/s", "logits"}  # those are the same in Chinese
     texts |= {*get_args(data_texts.Kind), *data_texts.TODOS.values(), *build.LANGUAGES}
-    texts |= {build.BUNDLED, build.OWN_LICENCE, build.UNSTATED, "rows"}
+    texts |= {build.BUNDLED, "rows"}
     texts |= {"mean", "longest", "over", *watch.STATES.values()}
     judged = comparison.TEXTS
     texts |= {text for case in judged["cases"].values() for text in case.values() if text}

@@ -121,7 +121,7 @@ def fetch_files(model: str, data: str, profile: str) -> None:
     """Download MODEL and DATA, named as in the lessons, before a training; by default the profile's. Needs no GPU."""
     from nbutils import fetch
 
-    fetch.run(model, data, profile)
+    fetch.fetch_inputs(model, data, profile)
 
 
 @app.command("notice")
@@ -225,7 +225,10 @@ def data() -> None:
 @argument("files", nargs=-1, required=True)
 @option("--columns", default="", metavar="TEXT", help='Which column is what: "user=title+body, assistant=reply".')
 @option(
-    "--near", type=float, default=0.8, help="Overlap from which rows are near duplicates; 0: do not look; default 0.8."
+    "--near",
+    type=click.FloatRange(0, 1),
+    default=0.8,
+    help="Overlap from which rows are near duplicates; 0: do not look; default 0.8.",
 )
 @option("--no-repair", is_flag=True, help="Reject text read in the wrong encoding instead of fixing it.")
 @option("--model", default="", help="Measure tokens with the tokenizer of this model, named as in the lessons.")

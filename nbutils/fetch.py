@@ -6,23 +6,18 @@ It imports no torch and needs no GPU, so it runs where time is cheap: AutoDL's m
 from __future__ import annotations
 
 import shlex
-from contextlib import suppress
 from pathlib import Path
 
-from nbutils import config, disk, files, hardware, install, models, platforms
+from nbutils import config, hardware, install, models, platforms
 from nbutils.data import read
 from nbutils.errors import CourseError, DownloadFailed
 from nbutils.language import tr
 from nbutils.plan import gpus
-from nbutils.platforms import Folders, network
-
-DATA_COPIES = 2  # the files of a hub dataset, and the rows that `datasets` makes of them
+from nbutils.platforms import Folders, Platform, network
 
 
-def run(model: str, data: str, profile: str) -> None:
+def fetch_inputs(model: str, data: str, profile: str) -> None:
     """Download what the lessons need with these parameters; without any, what PROFILE auto trains on this GPU."""
-    platform = platforms.detect()
-    folders = platforms.folders(platform)
     if profile in ("", "auto"):
         profile = "" if model else profile_here()
     given = {"PROFILE": profile, "MODEL": model, "DATA": data}
@@ -30,36 +25,43 @@ def run(model: str, data: str, profile: str) -> None:
         chosen = config.load(profile)
         model = model or chosen.model
         data = data or chosen.course.data
+    platform, folders = _use_model_cache()
     choice = models.meant(model, folders.inputs)
-    platforms.use_model_cache(platform, folders)
-    remote = not Path(choice.value).is_absolute()
-    for line in platforms.prepare_network(platform, probe=remote or is_hub_dataset(data, folders)):
-        print(line, flush=True)
-    place = Path(fetch_model(choice.value, folders.work) if remote else choice.value)
-    size = sum(files.sizes(place).values()) / 1e9
-    print(tr("model     {folder}, {size:.2f} GB ({reason})", folder=place, size=size, reason=choice.reason))
-    if data:
-        paths = fetch_data(data, folders)
-        size = sum(path.stat().st_size for path in paths) / 1e6
-        place = paths[0] if len(paths) == 1 else paths[0].parent
-        print(tr("data      {folder}, {size:.3g} MB", folder=place, size=size))
-    else:
-        print(tr("data      the rows that come with the course"))
+    folder = str(choice.value)
+    remote = not Path(folder).is_absolute()
+    hub_dataset = read.hub_dataset(data)
+    _prepare_network(platform, probe=remote or hub_dataset is not None)
+    if remote:
+        folder = fetch_model(folder, folders.work)
+    print(tr("model     {folder} ({reason})", folder=folder, reason=choice.reason))
+    if hub_dataset:
+        install.import_package("datasets")
+    place = read.find_files(data)[0].parent if data else tr("the rows that come with the course")
+    print(tr("data      {place}", place=place))
     parameters = " ".join(f"-p {name} {shlex.quote(value)}" for name, value in given.items() if value)
     print(tr("With {parameters}, lessons 01 to 05 download no other model and no other rows.", parameters=parameters))
 
 
 def find_model(name: str) -> str:
     """The folder of a model named as in the lessons, or its hub id if it is in the cache; else it is downloaded."""
-    platform = platforms.detect()
-    folders = platforms.folders(platform)
-    platforms.use_model_cache(platform, folders)
+    platform, folders = _use_model_cache()
     model = str(models.meant(name, folders.inputs).value)
     if Path(model).is_absolute() or models.is_cached(model):
         return model
-    for line in platforms.prepare_network(platform):
-        print(line, flush=True)
+    _prepare_network(platform, probe=True)
     return fetch_model(model, folders.work)
+
+
+def _use_model_cache() -> tuple[Platform, Folders]:
+    platform = platforms.detect()
+    folders = platforms.folders(platform)
+    platforms.use_model_cache(platform, folders)
+    return platform, folders
+
+
+def _prepare_network(platform: Platform, probe: bool) -> None:
+    for line in platforms.prepare_network(platform, probe):
+        print(line, flush=True)
 
 
 def profile_here() -> str:
@@ -70,9 +72,8 @@ def profile_here() -> str:
     raise CourseError(
         tr("There is no GPU here, so PROFILE auto cannot say what you will train."),
         allowed=tr(
-            "--profile with one of: {profiles}; or a model: tiny, {models}, a hub id (owner/name), a folder",
+            "--profile with one of: {profiles}; or a model, named as MODEL in the lessons",
             profiles=", ".join(profiles),
-            models=", ".join(models.known_models()),
         ),
         todo=tr(
             "Name the profile of the GPU you will rent, as in `python -m nbutils fetch --profile "
@@ -108,28 +109,3 @@ def fetch_model(hub_id: str, work: Path) -> str:
             'PROFILE="tiny".'
         ),
     )
-
-
-def is_hub_dataset(data: str, folders: Folders) -> bool:
-    """Whether DATA names a dataset of the hub and no file, folder or attached input."""
-    name = read.HUB_NAME.fullmatch(data)
-    if name is None or read.format_of(Path(name["repo"])):
-        return False
-    here = Path(data).expanduser().parent.exists()
-    return not here and not platforms.find_input(folders.inputs, data)
-
-
-def fetch_data(data: str, folders: Folders) -> list[Path]:
-    """The files of DATA, as lesson 02 reads them; those of a hub dataset are downloaded if the disk has the room."""
-    name = read.HUB_NAME.fullmatch(data)
-    if name and is_hub_dataset(data, folders):
-        hub = install.import_package("huggingface_hub")
-        install.import_package("datasets")
-        with suppress(OSError, hub.errors.OfflineModeIsEnabled):  # what cannot be asked now may be in the cache
-            dataset = hub.HfApi().dataset_info(name["repo"], files_metadata=True)
-            size = 0
-            for file in dataset.siblings:
-                if file.rfilename.startswith(name["folder"] or ""):
-                    size += file.size or 0
-            disk.require_disk(Path(hub.constants.HF_HUB_CACHE), DATA_COPIES * size / files.GIB, name["repo"])
-    return read.find_files(data)

@@ -16,7 +16,7 @@ import threading
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -69,14 +69,16 @@ class Shape(Strict):
         """(in, out) of the seven linear maps of one layer: q, k, v, o, gate, up, down."""
         q = self.heads * self.head_dim
         kv = self.kv_heads * self.head_dim
+        hidden = self.hidden
+        inner = self.intermediate
         return (
-            (self.hidden, q),
-            (self.hidden, kv),
-            (self.hidden, kv),
-            (q, self.hidden),
-            (self.hidden, self.intermediate),
-            (self.hidden, self.intermediate),
-            (self.intermediate, self.hidden),
+            (hidden, q),
+            (hidden, kv),
+            (hidden, kv),
+            (q, hidden),
+            (hidden, inner),
+            (hidden, inner),
+            (inner, hidden),
         )
 
     @property
@@ -106,10 +108,8 @@ class KnownModel(Shape):
 
 def known_models() -> dict[str, KnownModel]:
     """The models of `configs/models.yaml` by short name."""
-    models = {}
-    for name, entry in read_table("models.yaml", KnownModel).items():
-        models[name] = entry.model_copy(update={"name": name})
-    return models
+    table = read_table("models.yaml", KnownModel)
+    return {name: model.model_copy(update={"name": name}) for name, model in table.items()}
 
 
 def course_model(name: str) -> KnownModel | None:
@@ -202,31 +202,29 @@ def find_shape(model: str) -> Shape:
     """
     if known := course_model(model):
         return known
-    folder = files.TINY_MODEL if is_tiny(model) else Path(model).expanduser()
-    file = folder / "config.json"
-    if not file.is_file():
+    file = Path(model).expanduser() / "config.json"
+    if is_tiny(model):
+        model = "tiny"
+        file = files.TINY_MODEL / "config.json"
+    elif not file.is_file():
         file = Path(cached(model, "config.json"))
-    if not file.is_file():
+    try:
+        if not file.is_file():
+            raise ValueError(tr("not a course model, not a folder with config.json, and not in the cache"))
+        require_plain(file.parent)
+        return shape_in(model, read_config(file))
+    except (ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
         raise CourseError(
-            tr(
-                "The shape of {model} is not known: it is not a course model, not a folder with config.json, "
-                "and not in the cache.",
-                model=model,
+            tr("The shape of {model} is not known ({problem}).", model=model, problem=problem),
+            allowed=tr(
+                "{names}, tiny, or a folder with the config.json of a dense model, as Qwen2, Qwen3, Llama and GLM-4 "
+                "are",
+                names=", ".join(known_models()),
             ),
-            allowed=tr("{names}, tiny, or a folder with config.json", names=", ".join(known_models())),
             todo=tr(
                 "Give --model one of these, or save the model's config.json (a few kB) into a folder and "
                 "give that folder."
             ),
-        )
-    require_plain(file.parent)
-    try:
-        return shape_in("tiny" if is_tiny(model) else model, read_config(file))
-    except (ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
-        raise CourseError(
-            tr("{file} does not give the model's sizes ({problem}).", file=file, problem=problem),
-            allowed=tr("the config.json of a dense model, as Qwen2, Qwen3, Llama and GLM-4 are"),
-            todo=tr("Download it again, plan another model, or measure this one with a few steps on a rented GPU."),
         ) from problem
 
 
@@ -256,16 +254,14 @@ def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
     if is_cached(model):
         return "cache"
     offline = network.offline()
-    if (modelscope_folder(model, work) / DOWNLOADED).is_file():
+    downloaded = (modelscope_folder(model, work) / DOWNLOADED).is_file()
+    if downloaded or (network.chosen() == "modelscope" and not offline):
         return "modelscope"
-    if network.chosen() == "modelscope" and not offline:
-        return "modelscope"
-    packaged = model == PACKAGED
-    if packaged and files.stamp(work / PACKAGED_FOLDER) is not None:
+    if model == PACKAGED and files.stamp(work / PACKAGED_FOLDER) is not None:
         return "package"
     if online():
         return "network"
-    return "package" if packaged and not offline else ""
+    return "package" if model == PACKAGED and not offline else ""
 
 
 def is_cached(hub_id: str) -> bool:
@@ -365,9 +361,8 @@ def snapshot(hub_id: str, **options: Any) -> Path:
 
 def _wanted(name: str) -> bool:
     """Whether a lesson reads this file of a repository."""
-    if any(fnmatch(name, pattern) for pattern in NOT_WANTED):
-        return False
-    return any(fnmatch(name, pattern) for pattern in WANTED)
+    wanted = any(fnmatch(name, pattern) for pattern in WANTED)
+    return wanted and not any(fnmatch(name, pattern) for pattern in NOT_WANTED)
 
 
 @contextmanager
@@ -409,32 +404,25 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
             raise CancelledError
         bar.update(count)
 
+    def download(file: RemoteFile) -> None:
+        network.download(*file, advance, token)
+
     files.make_folder(folder, model)
     with files.lock(folder / ".download.lock"):
         total = sum(file.size for file in listed)
         here = sum(file.bytes_here for file in listed)
+        missing = [file for file in listed if not file.place.exists()]
         print(
-            tr(
-                "model     {model} from {source} to {folder}: {size:.2f} GB, {here:.2f} GB are here",
-                model=model,
-                source=source,
-                folder=folder,
-                size=total / 1e9,
-                here=here / 1e9,
-            ),
+            tr("model     {model} from {source} to {folder}", model=model, source=source, folder=folder),
             flush=True,
         )
         disk.require_disk(folder, (total - here) / files.GIB, model)
         bar = tqdm(total=total, initial=here, unit="B", unit_scale=True, desc=model.partition("/")[2])
         with bar, ThreadPoolExecutor(AT_ONCE) as pool:
-            missing = [file for file in listed if not file.place.exists()]
-            downloads = [pool.submit(network.download, *file, advance, token) for file in missing]
             try:
-                for download in as_completed(downloads):
-                    download.result()
+                list(pool.map(download, missing))
             finally:  # after an error or Ctrl-C the other files end too, to be continued
                 stopped.set()
-                pool.shutdown(cancel_futures=True)
 
 
 def from_package(work: Path) -> str:
@@ -523,6 +511,5 @@ def load_tokenizer(name: str, parameter: str) -> Any:
                 model=name,
                 reason=str(problem).partition("\n")[0],
             ),
-            allowed=tr("tiny, a model of the course, a folder with a model, or a hub id"),
             todo=tr("Correct {parameter}, or connect this machine to the hub.", parameter=parameter),
         ) from problem

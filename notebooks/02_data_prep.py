@@ -41,7 +41,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `DATA` is a file (`.jsonl`, `.json`, `.csv`, `.tsv`, `.parquet`, also as `.gz` or `.zst`), a folder of them, with its subfolders,
+# `DATA` is a file (`.parquet` or `.jsonl`, `.json`, `.csv`, `.tsv`, these also as `.gz` or `.zst`), a folder of them, with subfolders,
 # or a hub dataset (`owner/name`); empty means the bundled sample. `EVAL_DATA` names a separate evaluation set; if it is empty,
 # about a tenth of `DATA` is held out, and at least one row (of a small file that is more than a tenth), unless `DATA` has an eval,
 # test or valid file or folder of its own, as the bundled sample has (120 rows). `COLUMNS` is for your own column names,
@@ -143,7 +143,7 @@ card = data.prepare(
     rows=lesson.profile.course.rows,
 )
 print(card)
-data.show_rejected(card, lesson.run.data)
+print(card.rejected_text(lesson.run.data / "rejected.jsonl"))
 
 # %% [markdown]
 # What became of every row, and the first rows with private data (phone numbers, e-mail addresses, keys): a model can repeat

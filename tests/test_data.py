@@ -33,12 +33,12 @@ _M = "messages"
 BROKEN = {  # line of broken_rows.jsonl -> (kind, field)
     2: ("malformed_json", "character 113"), 3: ("malformed_json", "character 2"), 4: ("wrong_type", "the row"),
     5: ("unknown_columns", "the columns"), 6: ("missing_field", "output"), 7: ("empty", "answer"),
-    8: ("wrong_type", "答案"), 9: ("empty", f"{_M}[1].content"), 10: ("wrong_type", _M),
+    8: ("wrong_type", "答案"), 9: ("empty", f"{_M}[1]"), 10: ("wrong_type", _M),
     11: ("missing_field", f"{_M}[0].content"), 12: ("unknown_role", "conversations[0].from"),
     13: ("role_order", f"{_M}[0]"), 14: ("role_order", f"{_M}[1]"), 15: ("no_assistant", f"{_M}[0]"),
-    16: ("role_order", f"{_M}[2]"), 17: ("template_marker", "prompt"), 18: ("template_marker", "answer"),
+    16: ("no_assistant", f"{_M}[2]"), 17: ("template_marker", "prompt"), 18: ("template_marker", "answer"),
     19: ("control_character", "answer"), 20: ("mojibake", "答案"),
-    21: ("ambiguous_columns", "instruction, output, question, answer"), 22: ("unknown_columns", "the columns"),
+    21: ("ambiguous_columns", "the columns"), 22: ("unknown_columns", "the columns"),
     23: ("mojibake", "answer"), 24: ("role_order", f"{_M}[1]"),
     25: ("missing_field", f"{_M}[1].tool_calls[0].function.name"),
     26: ("malformed_json", f"{_M}[1].tool_calls[0].function.arguments"), 27: ("unsupported_field", "images"),
@@ -186,13 +186,13 @@ def said(answer: Any) -> dict[str, Any]:
     (called_with(b="CafÃ© Ã  Paris"), "mojibake", "messages[1]"),
     ({"messages": [ASKED, SAID, RESULT, SAID]}, "role_order", "messages[2]"),
     ({"messages": [ASKED, CALLED, ASKED, SAID]}, "role_order", "messages[2]"),
-    ({"messages": [ASKED, CALLED, RESULT]}, "role_order", "messages[2]"),
+    ({"messages": [ASKED, CALLED, RESULT]}, "no_assistant", "messages[2]"),
     ({"messages": [ASKED, {"role": "system", "content": "a"}, SAID]}, "role_order", "messages[1]"),
     ({"messages": [ASKED, {**CALLED, "tool_calls": [{"name": "a"}]}]}, "missing_field",
      "messages[1].tool_calls[0].function"),
     (called_with([1]), "wrong_type", "messages[1].tool_calls[0].function.arguments"),
     ({"messages": [{**ASKED, "content": [{"type": "image_url"}]}, SAID]}, "wrong_type", "messages[0].content"),
-    ({"messages": [ASKED, {**SAID, "content": "", "reasoning_content": "hm"}]}, "empty", "messages[1].content"),
+    ({"messages": [ASKED, {**SAID, "content": "", "reasoning_content": "hm"}]}, "empty", "messages[1]"),
 ])  # fmt: skip
 def test_rules_of_a_row(raw: Any, kind: str, field: str) -> None:
     problem = data.problems_of(raw)[0]
@@ -328,8 +328,8 @@ def file_of(name: str, rows: list[Any]) -> bytes:
 
 @pytest.mark.parametrize("name", [
     "lines.jsonl", "lines.json", "array.json", "flat.json", "bom.jsonl", "bom.csv", "semicolon.csv", "a.tsv",
-    "a.parquet", "lines.jsonl.gz", "lines.jsonl.zst", "array.json.zst", "a.csv.gz", "a.parquet.gz", "a.parquet.zst",
-    "array.jsonl", "flat.jsonl", "wide.csv", "wide.tsv.gz", "wide.json", "wide.jsonl",
+    "a.parquet", "lines.jsonl.gz", "lines.jsonl.zst", "array.json.zst", "a.csv.gz",
+    "wide.csv", "wide.tsv.gz", "wide.json",
 ])  # fmt: skip
 def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     rows = [qa(1, "yes,\n是"), qa(2, "[no]; not"), qa(3, "{maybe}")]
@@ -342,12 +342,12 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     ("a.json", json.dumps([qa(1), qa(2)], indent=2), {1: "", 2: ""}),
     ("a.json", json.dumps({"version": 1, "data": [qa(1), qa(2)]}), {1: "", 2: ""}),
     ("a.jsonl", "\n%s\r\n\n%s", {2: "", 5: ""}), ("a.jsonl", "[1]\n%s", {1: "", 2: ""}),
-    ("a.csv", codecs.BOM_UTF16_LE + "question,answer\na,b\n".encode("utf-16-le") + b"c", {2: ""}),
+    ("a.csv", codecs.BOM_UTF16_LE + "question,answer\na,b\n".encode("utf-16-le") + b"c", {2: "", 3: ""}),
     ("a.jsonl", '{"question": "a", "answer\n%s', {1: "malformed_json", 2: ""}),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "a"},\n%s', {1: "malformed_json", 2: ""}),
     ("a.jsonl", f'%s{{"question": {"1" * 5000}}}\n%s', {1: "", 2: "malformed_json", 3: ""}),
     ("a.json", '[{"q": 1}, {"q": 2}', {1: "malformed_json"}),
-    ("a.csv", "question,answer\na\nb,c,d\ng,h\n", {2: "malformed_csv", 3: "malformed_csv", 4: ""}),
+    ("a.csv", "question,answer\na\nb,c,d\ng,h\n", {2: "", 3: "malformed_csv", 4: ""}),
     ("a.csv", "question,answer,answer\na,b,c\n", {1: "malformed_csv"}),
     ("a.csv", 'question,answer\na,b\nc,"d\ne,f\n', {2: "", 3: "malformed_csv"}),
     ("a.csv", "question,answer,,,\na,b,,,\n,,,,\nc,d, ,\ne,f,x,,\n,,\n", {2: "", 4: "", 5: "malformed_csv"}),
@@ -370,7 +370,7 @@ def test_a_document_is_read_whole_up_to_a_limit(tmp_path: Path, monkeypatch: pyt
     [error] = data.read_rows(tmp_path / "a.json")
     assert (error.line, error.problems[0].field) == (2, "character 18") and '"c" "ans' in error.problems[0].seen
     monkeypatch.setattr(read, "LARGEST_DOCUMENT", 50)
-    with refused("MiB, and a .json document or an array is", ".jsonl"):
+    with refused("MiB, and a .json document is", ".jsonl"):
         list(data.read_rows(tmp_path / "a.json"))
 
 
@@ -412,58 +412,16 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.
     assert peaks["many"] - peaks["few"] < 500 * 320, "a row of 1500 characters leaves about 300 bytes"
 
 
-@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.csv.gz"])
+@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.csv.gz", "lines.csv.gz"])
 def test_a_value_without_end_takes_bounded_memory(tmp_path: Path, monkeypatch: Any, name: str) -> None:
     monkeypatch.setattr(read, "LONGEST_LINE", 4 << 20)
-    monkeypatch.setattr(read, "LARGEST_VALUE", 2 << 20)
     with gzip.open(tmp_path / name, "wb", compresslevel=1) as file:
         file.write(b'a,b\n"' if "csv" in name else b'{"a": "')
         for _ in range(64):
-            file.write(b"x" * (1 << 20) if "csv" in name else bytes(1 << 20))
+            file.write(b"x\n" * (1 << 19) if "lines" in name else b"x" * (1 << 20))
         file.write(b'"}\n' + json_lines([qa(1)]).encode())
     rows, peak = peak_memory(list, data.read_rows(tmp_path / name))
-    assert isinstance(rows[0], data.RowError) and peak < 40 << 20
-    assert "csv" in name or (rows[1].line, rows[1].raw) == (2, qa(1)), "the next line is read"
-
-
-def arrow_file(path: Path, answers: Any, kind: str = "text") -> str:
-    """A file whose rows have these answers: as texts, as turns in a list, or in a map."""
-    ends = pyarrow.array(np.arange(len(answers) + 1, dtype=np.int32))
-    roles = pyarrow.array(["assistant"] * len(answers))
-    if kind == "list":
-        turns = pyarrow.StructArray.from_arrays([roles, answers], ["role", "content"])
-        answers = pyarrow.ListArray.from_arrays(ends, turns)
-    elif kind == "map":
-        answers = pyarrow.MapArray.from_arrays(ends, roles, answers)
-    table = pyarrow.table({"question": [f"q{n}" for n in range(len(answers))], "answer": answers})
-    if path.suffix == ".parquet":  # without a schema all texts are plain, however they are stored
-        pyarrow.parquet.write_table(table, path, compression="zstd", store_schema="plain" not in path.name)
-        assert path.stat().st_size < 50_000, "long values of a small file"
-    else:
-        with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
-            stream.write_table(table)
-    return str(path)
-
-
-def shared(count: int, text: str) -> Any:
-    """An arrow column of which all values are the same text, held once."""
-    return pyarrow.DictionaryArray.from_arrays(np.zeros(count, np.int32), [text])
-
-
-@pytest.mark.parametrize("kind", ["text", "list", "map"])
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_a_row_of_parquet_or_arrow_may_be_as_long_as_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
-) -> None:
-    monkeypatch.setattr(read, "LONGEST_LINE", 1 << 20)
-    answers = ["yes", "x" * (3 << 20), *["no" * 9000] * 300, "y" * (1 << 19)]
-    rows = list(data.read_rows(arrow_file(tmp_path / name, pyarrow.array(answers), kind)))
-    assert [row.line for row in rows] == list(range(1, 304)), "the one that is refused hides no other"
-    errors = [row for row in rows if isinstance(row, data.RowError)]
-    assert [(row.line, row.problems[0].kind) for row in errors] == [(2, "long_line")]
-    assert [answers[n] in str(row.raw) for n, row in enumerate(rows)] == [n != 1 for n in range(303)]
-    rows = list(data.read_rows(arrow_file(tmp_path / f"shared_{name}", shared(40, "z" * (1 << 19)), kind)))
-    assert len(rows) == 40 and all("z" * (1 << 19) in str(row.raw) for row in rows)
+    assert isinstance(rows[-1], data.RowError) and len(rows) == 1 and peak < 40 << 20
 
 
 def test_an_empty_batch_of_an_arrow_file_hides_no_row(tmp_path: Path) -> None:
@@ -489,25 +447,6 @@ def peak_mib(code: str, home: Path) -> int:
 
 
 @pytest.mark.slow
-def test_long_values_of_a_small_arrow_file_take_bounded_memory(tmp_path: Path) -> None:
-    one, same = pyarrow.array(["ab" * (100 << 19)]), shared(100, "ab" * (30 << 19))
-    files = {  # a value of 100 MiB, a hundred of 30 MiB
-        arrow_file(tmp_path / "one.parquet", one, "list"): 600, arrow_file(tmp_path / "a.parquet", same): 600,
-        arrow_file(tmp_path / "a.arrow", same, "list"): 600, arrow_file(tmp_path / "plain.parquet", same): 2000,
-    }  # fmt: skip
-    peaks = {path: peak_mib(f"for row in read.read_rows({path!r}): pass", tmp_path) for path in files}
-    assert all(peaks[path] < limit for path, limit in files.items()), peaks
-
-
-@pytest.mark.parametrize("name", ["array.json", "a.csv"])
-def test_no_row_of_any_format_is_longer_than_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(build, "LONGEST_LINE", 5000, raising=False)
-    (tmp_path / name).write_bytes(file_of(name, [qa(1), qa(2, "word " * 2000), qa(3)]))
-    card = data.prepare(str(tmp_path / name), tmp_path / "out")
-    assert card.accepted == 2 and card.reasons == {"long_line": 1} and card.problems[0].line == 2 + ("csv" in name)
-
-
-@pytest.mark.slow
 def test_rejected_rows_do_not_stay_in_memory(tmp_path: Path) -> None:
     wrong = [*({"answer": answer} for answer in ("", 5, "a\0", "a</s>", "\ufffd")), {"images": ["a.png"]}]
     rows = [qa(n) | one | {"note": "x" * (1 << 20)} for n in range(3) for one in wrong]
@@ -525,7 +464,6 @@ def test_chinese_is_read_whatever_it_was_saved_as(tmp_path: Path, name: str, enc
     (tmp_path / name).write_bytes(file_of(name, CHINESE).decode().encode(encoding))
     rows = checked(tmp_path / name)
     assert [*map(texts, rows)] == [list(row.values()) for row in CHINESE]
-    assert any(w.kind == "encoding" for row in rows for w in row.warnings) == encoding.startswith("gb")
 
 
 @pytest.mark.parametrize("name", ["a.csv", "lines.jsonl"])
@@ -617,14 +555,14 @@ def test_the_bundled_sample_has_its_fingerprint_and_its_counts_add_up(tmp_path: 
     assert (card.rejected, card.train, card.eval, card.warnings) == (0, len(train), len(held_out), {})
     assert card.rows == card.accepted == card.train + card.eval
     assert sum(card.characters.values()) == sum(card.languages.values()) == card.accepted
-    assert set(card.languages) == {"zh", "en"} and "CC0" in card.licence and card.lent == 0
+    assert set(card.languages) == {"zh", "en"}
     assert train == data.stored_rows(SAMPLES / "train.jsonl")
 
 
 @pytest.mark.parametrize(("name", "called"), [("assistant_en", "Wrenlow"), ("assistant_zh", "苇禾")])
 def test_the_bundled_assistants_are_sound_and_known_by_one_name(tmp_path: Path, name: str, called: str) -> None:
     card = data.prepare("", tmp_path / "run", default=name)
-    assert (card.source, card.rejected, card.warnings) == (name, 0, {}) and "CC0" in card.licence
+    assert (card.source, card.rejected, card.warnings) == (name, 0, {})
     general = {row["messages"][0]["content"] for row in data.stored_rows(SAMPLES / "general.jsonl")}
     for rows, least in zip(data.load(tmp_path / "run"), (60, 20), strict=True):
         assert not general & {turn["content"] for row in rows for turn in row["messages"]}
@@ -682,10 +620,9 @@ def test_variants_of_a_question_stand_on_one_side(tmp_path: Path) -> None:
 def test_rows_to_hold_back_are_not_those_to_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, copy = (write(tmp_path / name, [qa(n) for n in range(9)]) for name in ("a.jsonl", "b.jsonl"))
     monkeypatch.chdir(tmp_path)
-    with refused("is the same data as DATA", "EVAL_DATA './a.jsonl'"):
-        data.prepare(path, tmp_path / "out", eval_source="./a.jsonl")
-    with refused(f"DATA ({path}) has 18 rows", "0 are left for training, 9 for", "asks what b.jsonl line 1 asks"):
-        data.prepare(path, tmp_path / "out", eval_source=copy)
+    for same in (copy, "./a.jsonl"):
+        with refused(f"DATA ({path}) has 18 rows", "0 are left for training, 9 for", "leak, saw one like", "line 1"):
+            data.prepare(path, tmp_path / "out", eval_source=same)
     for rows in ([], [{"text": "no columns"}] * 20):
         with refused(f"DATA ({path}) has", "training, 0 for evaluation", "other files with DATA and EVAL_DATA"):
             data.prepare(path, tmp_path / "out", eval_source=write(Path(copy), rows))
@@ -719,8 +656,7 @@ def test_smaller_sets_lie_inside_larger_ones_and_share_their_evaluation(tmp_path
 
 def near_duplicates(rows: list[dict[str, Any]], near: float = 0.8) -> tuple[dict[int, int], int]:
     """The rows that are left out, each with the one kept for it, and how many fill in a template."""
-    compared = [row_text(**row) for row in rows]
-    return find_repeated(near, compared, np.arange(len(rows)), compared.__getitem__)
+    return find_repeated(near, np.arange(len(rows)), rows.__getitem__)
 
 
 def unrelated(count: int) -> list[dict[str, Any]]:
@@ -811,7 +747,7 @@ def test_few_rows_still_leave_one_for_evaluation(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(build, "EVAL_FRACTION", 1e-9)
     card = prepared(tmp_path, [chat_row("3?", "yes"), chat_row("3?", "yes") | {"tools": [TOOL]}])
     train, held_out = data.load(tmp_path / "out")
-    assert (card.train, card.eval, card.lent) == (1, 1, 1) and "moved to eval" in str(card)
+    assert (card.train, card.eval) == (1, 1)
     assert sorted(map(len, train + held_out)) == [1, 2], "other tools make another row, and they are stored"
 
 
@@ -820,7 +756,7 @@ def test_a_card_tells_what_is_in_the_rows_and_nothing_private(tmp_path: Path) ->
     rows += [chat_row("Who? \n", f"Nobody knows{end} Call 13812345678.") for end in ("", "!")]  # near duplicates
     card = prepared(tmp_path, rows)
     assert card.languages == {"zh": 9, "en": 1, "other": 1} and sum(card.characters.values()) == 11
-    assert (card.reasons, card.trimmed, card.warnings) == ({"near_duplicate": 1}, 1, {"phone": 1})
+    assert (card.reasons, card.trimmed, card.warnings) == ({"near_duplicate": 1}, 2, {"phone": 2})
     assert "12 = 11 accepted + 1 rejected" in str(card) and card.fingerprint in str(card)
     assert "138****5678" in card.examples[0] and "line 11" in card.examples[0]
     assert "13812345678" not in str(card) + (tmp_path / "out" / "data_card.json").read_text(encoding="utf-8")
@@ -834,9 +770,9 @@ def test_unknown_columns_are_asked_for_and_the_answer_is_taken_and_compared(tmp_
         data.prepare(path, tmp_path / "out")
     assert "13812345678" not in str(caught.value)
     card = data.prepare(path, tmp_path / "out", columns="user = 标题 + 正文, assistant=回复")
-    assert (card.accepted, card.columns, card.warnings) == (9, columns, {"phone": 9})
+    assert (card.accepted, card.warnings) == (9, {"phone": 9})
     assert data.prepare(path, tmp_path / "out") == data.prepare(path, tmp_path / "out", columns=columns) == card
-    with refused("already holds data made from other input", columns):
+    with refused("already holds data made from other input", "user = 标题 + 正文"):
         data.prepare(path, tmp_path / "out", columns="user=正文, assistant=回复")
 
 
@@ -856,8 +792,9 @@ def test_finished_data_is_reused_and_never_exchanged(tmp_path: Path, capsys: pyt
     with refused("Correct the path"):
         data.prepare(str(tmp_path / "c.jsonl"), tmp_path / "out")
     file = tmp_path / "out" / "data_card.json"  # a card of an earlier version
-    new = ("columns", "near", "repair", "warnings", "examples", "problems", "lent")
+    new = ("columns", "near", "repair", "warnings", "examples", "problems")
     old = {name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name not in new}
+    old |= {"licence": "unstated", "lent": 0}
     file.write_text(json.dumps(old), encoding="utf-8")
     assert data.prepare(path, tmp_path / "out").fingerprint == first.fingerprint
 
@@ -876,21 +813,6 @@ def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monk
     with files.held(out / ".building-now"):  # as a process that still lives
         assert prepared(tmp_path, rows).accepted == 30
     assert set(os.listdir(out)) == {".building-now", "data_card.json", "eval.jsonl", "rejected.jsonl", "train.jsonl"}
-
-
-def test_data_that_another_process_finished_is_not_exchanged(tmp_path: Path, monkeypatch: Any) -> None:
-    first, second = (write(tmp_path / f"{n}.jsonl", [qa(i) for i in range(n)]) for n in (30, 40))
-    run = build.Build.run
-
-    def slow(self: build.Build, *files: Any) -> None:
-        monkeypatch.setattr(build.Build, "run", run)
-        data.prepare(first, tmp_path / "out")
-        run(self, *files)
-
-    monkeypatch.setattr(build.Build, "run", slow)
-    with refused("already holds data made from other input"):
-        data.prepare(second, tmp_path / "out")
-    assert data.prepare(first, tmp_path / "out").rows == 30
 
 
 def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -961,7 +883,7 @@ def test_a_check_counts_everything_and_writes_what_is_asked_for(tmp_path: Path, 
     assert card.train + card.eval == 62 and data.prepare(mixed, out) == card, "a lesson can go on with it"
     assert run(mixed, "--out", out).exit_code == 1, "prepared data is not overwritten"
     found = report(write(tmp_path / "a.jsonl", [{"text": "no columns"}]), "--out", tmp_path / "none")
-    assert "none: rejected.jsonl (too few rows" in found["next"][0]
+    assert "none: rejected.jsonl." in found["next"][0]
     assert os.listdir(tmp_path / "none") == ["rejected.jsonl"]
 
 
@@ -971,21 +893,18 @@ def test_every_rejected_row_can_be_found(tmp_path: Path) -> None:
     rows[14] = {"messages": [{"role": "boss", "content": ""}, {"role": "user", "content": ""}]}  # several reasons
     path = write(tmp_path / "a.jsonl", rows)
     shown = run(path).stdout
-    assert all(f"a.jsonl line {line}," in shown for line in (3, 6, 9, 15)) and "and 1 more: empty" in shown
+    assert all(f"a.jsonl line {line}," in shown for line in (3, 6, 9, 15)) and "empty 4" in shown
     assert re.search("5 rejected rows.*--rejected FILE", shown)
     bad, out = tmp_path / "bad.jsonl", tmp_path / "out"
     assert re.search(f"5 rejected rows.*{bad}", run(path, "--rejected", bad).stdout)
     assert re.search(f"5 rejected rows.*{out / 'rejected.jsonl'}", run(path, "--out", out).stdout)
 
 
-def test_a_lesson_names_the_rejected_rows_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lesson_names_the_rejected_rows_too(tmp_path: Path) -> None:
     card = prepared(tmp_path, [qa(n, "" if n < 5 else f"yes, on day {n}") for n in range(20)])
-    data.show_rejected(card, tmp_path / "out")
-    shown = capsys.readouterr().out
-    assert all(f"a.jsonl line {line}," in shown for line in (1, 2, 3)) and "and 2 more: empty" in shown
-    assert str(tmp_path / "out" / "rejected.jsonl") in shown
-    data.show_rejected(data.prepare("", tmp_path / "sample"), tmp_path / "sample")
-    assert "rejected.jsonl" not in capsys.readouterr().out
+    shown = card.rejected_text("out/rejected.jsonl")
+    assert all(f"a.jsonl line {line}," in shown for line in (1, 2, 3)) and "out/rejected.jsonl" in shown
+    assert "rejected.jsonl" not in data.prepare("", tmp_path / "sample").rejected_text("rejected.jsonl")
 
 
 @pytest.mark.parametrize("name", ["assistant_en", "assistant_zh"])
@@ -1022,7 +941,7 @@ def test_what_held_out_rows_can_prove_follows_from_the_test_of_lesson_04() -> No
     assert evidence.LEAST_ROWS == evidence.LEAST_TURNED + 1, "one answer may stay as it was"
     assert evidence.remarks(evidence.FEW_ROWS) == []
     first, todo = evidence.remarks(14)
-    assert "50%" in first and "EVAL_DATA" in todo, "7 of 14"
+    assert "held-out rows: 14. 7 answers" in first and "EVAL_DATA" in todo
 
 
 def test_no_repair_and_only_json_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1050,7 +969,7 @@ def test_a_check_that_cannot_be_made_ends_with_a_message(tmp_path: Path, monkeyp
     assert result.exit_code == 1 and set(json.loads(result.stdout)["error"]) == {"seen", "allowed", "todo"}
     path = write(tmp_path / "a.jsonl", [qa(n) for n in range(20)])
     (tmp_path / "file").touch()
-    options = [["--columns", "what is this"], ["--max-length", "9"], ["--near", "0.3"], ["--out", tmp_path / "file"]]
+    options = [["--columns", "what is this"], ["--max-length", "9"], ["--out", tmp_path / "file"]]
     options += [["--rejected", tmp_path], ["--model", tmp_path / "no model"]]
     for words in options:
         result = run(path, *words)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -101,7 +100,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_byte(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.001)
     with refused(f": {REPO} needs ", "5.0 MiB"):
-        fetch.run(REPO, "", "")
+        fetch.fetch_inputs(REPO, "", "")
     assert not [one for one in hub.asked if "/resolve/" in one]
 
 
@@ -118,21 +117,21 @@ def test_the_next_source_is_taken_when_one_fails_and_half_a_file_is_never_truste
     folder.mkdir(parents=True)
     (folder / f"model.safetensors{network.PARTIAL}").write_bytes(b"of another file")
     with refused("downloaded from ModelScope ("):
-        fetch.run(REPO, "", "")
+        fetch.fetch_inputs(REPO, "", "")
     assert not (folder / "model.safetensors").exists() and not (folder / models.DOWNLOADED).exists()
-    fetch.run(REPO, "", "")
+    fetch.fetch_inputs(REPO, "", "")
     said = capsys.readouterr().out
     assert "could not be downloaded from hub" in said and "could not be downloaded from hf-mirror" in said
     assert (folder / "model.safetensors").read_bytes() == modelscope.files["model.safetensors"]
     assert {one.name for one in folder.glob("[!.]*")} == set(modelscope.files) - set(NOT_NEEDED) | {models.DOWNLOADED}
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    fetch.run(REPO, "", "")  # it is here
+    fetch.fetch_inputs(REPO, "", "")  # it is here
     assert models.reachable(REPO, network.hub_online, work) == "modelscope"
     modelscope.files["../evil.json"] = b"{}"
     monkeypatch.delenv("HF_HUB_OFFLINE")
     (folder / models.DOWNLOADED).unlink()
     with refused("could not be downloaded from", "evil.json"):
-        fetch.run(REPO, "", "")
+        fetch.fetch_inputs(REPO, "", "")
 
 
 def test_what_is_here_outlives_a_page_that_comes_instead_and_a_download_given_up_asks_no_more(tmp_path: Path) -> None:
@@ -174,29 +173,16 @@ def test_without_a_gpu_the_learner_names_what_to_download_and_with_one_the_drive
 ) -> None:
     machine(tmp_path, HF_HUB_OFFLINE="1").enter(monkeypatch)
     with refused("There is no GPU here, so PROFILE auto cannot", "ampere_24gb (Qwen2.5-7B)", "fetch Qwen2.5-7B"):
-        fetch.run("", "", "auto")
-    fetch.run("tiny", "assistant_zh", "")
+        fetch.fetch_inputs("", "", "auto")
+    fetch.fetch_inputs("tiny", "assistant_zh", "")
     assert "assistant_zh" in capsys.readouterr().out
     with refused("Correct the path"):
-        fetch.run("tiny", "no_such_rows.jsonl", "")
+        fetch.fetch_inputs("tiny", "no_such_rows.jsonl", "")
     with refused("is not in the local cache (at least not"):
-        fetch.run("", "", "ampere_24gb")
+        fetch.fetch_inputs("", "", "ampere_24gb")
     smi = "NVIDIA GeForce RTX 4090, 8.9, 24564\nNVIDIA GeForce RTX 4090, 8.9, 24564"
     monkeypatch.setattr(hardware, "ask_driver", lambda *words: smi)
     assert hardware.driver_gpu() == hardware.GPU("NVIDIA GeForce RTX 4090", (8, 9), 24564 / 1024, 2)
     assert fetch.profile_here() == "ampere_24gb"
     monkeypatch.setattr(hardware, "ask_driver", lambda *words: "No devices were found")
     assert hardware.driver_gpu() is None
-
-
-def test_the_room_for_a_hub_dataset_is_checked_first(tmp_path: Path, monkeypatch: Patch) -> None:
-    sizes = [
-        SimpleNamespace(rfilename="zh/train.parquet", size=3 << 30),
-        SimpleNamespace(rfilename="en/x", size=9 << 30),
-    ]
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(siblings=sizes))
-    monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 5.0)
-    places = platforms.folders(platforms.detect())
-    with refused(": owner/rows needs ", " needs 6.0 GiB, and only"):
-        fetch.fetch_data("owner/rows:zh", places)
-    assert fetch.fetch_data("assistant_en", places)[0].is_relative_to(files.SAMPLES)

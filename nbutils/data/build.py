@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import sys
 import tempfile
 from array import array
 from bisect import bisect_left
@@ -32,10 +30,10 @@ from nbutils.data.card import (
     new_run_todo,
     verify,
 )
-from nbutils.data.dedupe import RowText, digests, find_repeated, row_text
-from nbutils.data.read import LONGEST_LINE, TEXT, bundled, find_files, read_rows, too_long
+from nbutils.data.dedupe import digests, find_repeated
+from nbutils.data.read import TEXT, find_files, read_rows
 from nbutils.data.rows import ChatRow, RowError, check_row, parse_mapping
-from nbutils.data.texts import Kind, Problem
+from nbutils.data.texts import Kind, Problem, short, shown
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, GIB, SAMPLES, held, remove_left, write_json
@@ -48,8 +46,6 @@ EVAL_FILE = re.compile(
 )
 REPEATED: tuple[Kind, ...] = ("duplicate", "leak", "near_duplicate", "near_leak")
 BUNDLED = "the bundled sample"
-OWN_LICENCE = "CC0-1.0, written for this course"
-UNSTATED = "unstated"
 END = b"\1"  # in the hash of a source, between training and held-out files
 EVAL_FRACTION = 0.1
 NEAR = 0.8
@@ -67,19 +63,17 @@ BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 BIN_NAMES = (*(f"<={edge}" for edge in BINS), f">{BINS[-1]}")
 LANGUAGES = ("zh", "en", "other")
 CJK = re.compile(r"[\u3400-\u9fff]")
-NOT_ASCII = bytes(range(128, 256))
-NO_LETTERS = bytes(code for code in range(256) if not (code < 128 and chr(code).isalpha()))
+LATIN_WORD = re.compile(r"[A-Za-z]+")
 
 
 @dataclass(frozen=True)
-class Settings:
+class DataSettings:
     """What a data folder is made from, and how; the card keeps it."""
 
     source: str
     eval_source: str = ""
     columns: str = ""
     limit: int = 0
-    licence: str = UNSTATED
     near: float = NEAR
     repair: bool = True
 
@@ -94,19 +88,16 @@ def prepare(
         `card = prepare("my_rows.jsonl", lesson.run.data, columns="user=title, assistant=reply")`
     """
     named = source or default
-    settings = Settings(
+    settings = DataSettings(
         source=named or BUNDLED,
         eval_source=eval_source,
-        columns=canonical(columns),
+        columns=columns,
         limit=rows,
-        licence=OWN_LICENCE if not named or bundled(named) else UNSTATED,
     )
     if (out / CARD).exists():
         return _reuse(out, source, settings)
     train, held_out = find_sources([named] if named else [], eval_source)
     with building(out, settings, train, held_out) as build:
-        if (out / CARD).exists():  # another process was faster
-            return _reuse(out, source, settings)
         card = build.card()
         build.publish_file(REJECTED, out)
         _require_usable(card, out)
@@ -114,31 +105,22 @@ def prepare(
         return card
 
 
-def canonical(columns: str) -> str:
-    """A mapping as the card keeps it."""
-    return ", ".join(f"{part}={'+'.join(names)}" for part, names in parse_mapping(columns).items())
-
-
 def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], list[Path]]:
     """Training files and held-out files: those named so, or files and folders called `eval`, `test` or `valid`."""
     if not sources:
-        return [SAMPLES / TRAIN], find_files(eval_source) if eval_source else [SAMPLES / EVAL]
-    found = [file for source in sources for file in find_files(source)]
-    files = list(dict.fromkeys(found))
+        return [SAMPLES / TRAIN], find_files(eval_source or str(SAMPLES / EVAL))
+    files = []
+    for source in sources:
+        files += [file for file in find_files(source) if file not in files]
     if eval_source:
-        held_out = find_files(eval_source)
-        if {file.resolve() for file in files} <= {file.resolve() for file in held_out}:
-            raise CourseError(
-                tr("EVAL_DATA {source!r} is the same data as DATA.", source=eval_source),
-                allowed=tr("rows that are not trained on: a score on training rows says nothing about new ones"),
-                todo=tr("Leave EVAL_DATA empty to hold out about a tenth of DATA, or name another file."),
-            )
-        return files, held_out
-    shared = os.path.commonpath([file.absolute().parent for file in files])
+        return files, find_files(eval_source)
+    folders = [file.absolute().parent for file in files]
+    shared = os.path.commonpath(folders)
     held_out = [file for file in files if _is_held_out(file.absolute().relative_to(shared))]
-    if len(held_out) == len(files):  # a file called test is what the learner wants to train on
+    train = [file for file in files if file not in held_out]
+    if not train:  # a file called test is what the learner wants to train on
         return files, []
-    return [file for file in files if file not in held_out], held_out
+    return train, held_out
 
 
 def _is_held_out(name: Path) -> bool:
@@ -146,16 +128,16 @@ def _is_held_out(name: Path) -> bool:
     return bool(EVAL_FILE.fullmatch(name.name)) or not folders.isdisjoint(EVAL_NAMES)
 
 
-def _reuse(out: Path, source: str, settings: Settings) -> DataCard:
-    """The finished data, if it is of this source: by content, or by name when the file has gone with its machine."""
+def _reuse(out: Path, source: str, settings: DataSettings) -> DataCard:
+    """The finished data, if it was made from this input, in this way."""
     card = verify(out)
-    eval_source = settings.eval_source or card.eval_source
-    same = eval_source == card.eval_source
-    if source:
-        gone = any(name and not Path(name).expanduser().exists() for name in (source, eval_source))
-        same = same and gone and source == card.source
-        same = same or hash_files(*find_sources([source], eval_source), end=END) == card.source_sha256
-    if not same or card.limit != settings.limit or settings.columns not in ("", card.columns):
+    same = (
+        settings.limit == card.limit
+        and parse_mapping(settings.columns) in ({}, parse_mapping(card.columns))
+        and settings.eval_source in ("", card.eval_source)
+        and (not source or _is_source_of(card, source))
+    )
+    if not same:
         raise CourseError(
             tr(
                 "{out} already holds data made from other input: {source}, limit {limit}, columns {columns!r}.",
@@ -170,8 +152,17 @@ def _reuse(out: Path, source: str, settings: Settings) -> DataCard:
     return card
 
 
+def _is_source_of(card: DataCard, source: str) -> bool:
+    """Whether the data was made from this source: by content, or by name where a file went with its machine."""
+    gone = not Path(source).expanduser().exists()
+    if gone and source == card.source:
+        return True
+    train, held_out = find_sources([source], card.eval_source)
+    return hash_files(train, held_out, end=END) == card.source_sha256
+
+
 @contextlib.contextmanager
-def building(out: Path, settings: Settings, train: list[Path], held_out: list[Path]) -> Iterator[Build]:
+def building(out: Path, settings: DataSettings, train: list[Path], held_out: list[Path]) -> Iterator[Build]:
     """A finished build in a folder below `out` that is gone afterwards, whatever happens."""
     size = 0
     for file in train + held_out:
@@ -191,20 +182,22 @@ def building(out: Path, settings: Settings, train: list[Path], held_out: list[Pa
 class Build:
     """One pass over the rows of a source into a temporary folder; about 300 bytes of each row stay in memory."""
 
-    def __init__(self, folder: Path, settings: Settings, train: list[Path], held_out: list[Path]) -> None:
+    def __init__(self, folder: Path, settings: DataSettings, train: list[Path], held_out: list[Path]) -> None:
         self.folder = folder
         self.settings = settings
         self.train_files = train
         self.eval_files = held_out
-        self.names: list[str] = []  # of the files
-        self.rows: Counter[str] = Counter()  # of each file
-        self.reasons: Counter[str] = Counter()  # each rejected row under its first problem
-        self.problems: list[Rejection] = []  # the first of each reason
-        self.warned: Counter[str] = Counter()
-        self.examples: list[str] = []  # the first warnings of each kind
-        self.kinds: dict[int, set[str]] = {}  # warnings, and "trimmed", of the rows that have any
-        self.seen: dict[int, int] = {}  # digest of every row used -> its number
-        self.eval_prompts: dict[int, int] = {}
+        self.names = list[str]()  # of the files
+        self.rows = Counter[str]()  # of each file
+        self.reasons = Counter[str]()  # each rejected row under its first problem
+        self.problems = list[Rejection]()  # the first of each reason
+        self.warnings = Counter[str]()
+        self.examples = list[str]()  # the first warnings of each kind
+        self.trimmed = 0
+        self.languages = Counter[str]()
+        self.characters = Counter(dict.fromkeys(BIN_NAMES, 0))
+        self.seen = dict[int, int]()  # digest of every row used -> its number
+        self.eval_prompts = dict[int, int]()
         self.file = array("I")  # of each row used, as these:
         self.line = array("Q")
         self.keys = array("Q")
@@ -213,28 +206,32 @@ class Build:
 
     def run(self) -> None:
         """Read everything into the folder; afterwards the three files there are as they will be published."""
-        pause = 1 if sys.stderr.isatty() else 15
-        progress = tqdm(desc=tr("Checking rows"), unit=tr(" rows"), mininterval=pause, delay=5)
         with open(self.folder / REJECTED, "xb") as self.rejected:
-            with open(self.folder / ACCEPTED, "xb", CHUNK) as self.accepted, progress:
+            with open(self.folder / ACCEPTED, "xb", CHUNK) as self.accepted:
                 for file in self.eval_files:
-                    self._add_file(file, IN_EVAL, progress)
+                    self._add_file(file, IN_EVAL)
                 for file in self.train_files:
-                    self._add_file(file, IN_TRAIN, progress)
+                    self._add_file(file, IN_TRAIN)
             self._leave_out_near_duplicates()
         self._choose_splits()
         self._write_splits()
 
-    def _add_file(self, file: Path, side: int, progress: Any) -> None:
-        called_so = [other for other in self.eval_files + self.train_files if other.name == file.name]
-        name = file.name if len(called_so) == 1 else str(file)
+    def _add_file(self, file: Path, side: int) -> None:
+        names = [other.name for other in self.eval_files + self.train_files]
+        name = file.name if names.count(file.name) == 1 else str(file)
         self.names.append(name)
         self.rows[name] = 0
-        for row in read_rows(file):
+        rows = tqdm(
+            read_rows(file),
+            tr("Checking rows"),
+            unit=tr(" rows"),
+            mininterval=15,
+            delay=5,
+        )
+        for row in rows:
             checked = check_row(row, self.settings.columns, self.settings.repair)
             self.rows[name] += 1
             self._add(checked, side)
-            progress.update()
 
     def _add(self, row: ChatRow | RowError, side: int) -> None:
         if isinstance(row, RowError):
@@ -244,9 +241,6 @@ class Build:
         if row.tools:
             stored["tools"] = row.tools
         line = orjson.dumps(stored, option=orjson.OPT_APPEND_NEWLINE)
-        if len(line) > LONGEST_LINE:  # of a json document or a csv file, whose rows were not measured before
-            self._reject(row.line, None, too_long())
-            return
         key, prompt = digests(row, numbers=bool(self.eval_files))
         if not self.eval_files:
             side = IN_EVAL if prompt / 2**64 < EVAL_FRACTION else IN_TRAIN
@@ -255,7 +249,7 @@ class Build:
             self._reject(row.line, stored, problem)
             return
         number = len(self.keys)
-        if self.eval_files and side == IN_EVAL:  # otherwise the question alone decides about the side
+        if side == IN_EVAL:
             self.eval_prompts[prompt] = number
         self.seen[key] = number
         self.file.append(len(self.names) - 1)
@@ -264,61 +258,68 @@ class Build:
         self.sides.append(side)
         self.offsets.append(self.offsets[-1] + len(line))
         self.accepted.write(line)
-        self._note_warnings(number, row)
+        self.trimmed += row.trimmed
+        self._count(row.messages, 1)
+        self._count_warnings(number, row.warnings)
 
     def _repetition(self, key: int, prompt: int, side: int) -> Problem | None:
         if side == IN_TRAIN and prompt in self.eval_prompts:
-            place = self._place(self.eval_prompts[prompt])
-            return Problem("leak", tr("the row"), tr("asks what {place} asks", place=place))
-        if key in self.seen:
-            place = self._place(self.seen[key])
-            return Problem("duplicate", tr("the row"), tr("the same as {place}", place=place))
-        return None
+            return self._repeats("leak", self.eval_prompts[prompt])
+        return self._repeats("duplicate", self.seen[key]) if key in self.seen else None
 
-    def _note_warnings(self, number: int, row: ChatRow) -> None:
-        kinds: set[str] = {"trimmed"} if row.trimmed else set()
-        for warning in row.warnings:
-            kinds.add(warning.kind)
-            self.warned[warning.kind] += 1
-            if self.warned[warning.kind] <= WARNED:
-                text = tr(
+    def _repeats(self, kind: Kind, kept: int) -> Problem:
+        return Problem(kind, tr("the row"), tr("one like {place}", place=self._place(kept)))
+
+    def _count(self, messages: list[dict[str, Any]], step: int) -> None:
+        """Count a row that is used, or with -1 take it back."""
+        length = 0
+        asked = ""
+        for message in messages:
+            length += len(message["content"])
+            if message["role"] == "user":
+                asked += message["content"]
+        language = language_of(asked)
+        self.languages[language] += step
+        bin_name = BIN_NAMES[bisect_left(BINS, length)]
+        self.characters[bin_name] += step
+
+    def _count_warnings(self, number: int, warnings: tuple[Problem, ...]) -> None:
+        for warning in warnings:
+            self.warnings[warning.kind] += 1
+            if self.warnings[warning.kind] <= WARNED:
+                example = tr(
                     "{place}, {field}: {kind} {seen}",
                     place=self._place(number),
                     field=warning.field,
                     kind=tr(warning.kind),
                     seen=warning.seen,
                 )
-                self.examples.append(text.rstrip())
-        if kinds:
-            self.kinds[number] = kinds
+                self.examples.append(example)
 
     def _reject(self, line: int, raw: Any, *problems: Problem, file: str = "") -> None:
         file = file or self.names[-1]
-        kind = problems[0].kind
-        self.reasons[kind] += 1
-        if self.reasons[kind] <= SHOWN:
-            self.problems.append(Rejection(file=file, line=line, **vars(problems[0])))
-        entry = {
+        first = problems[0]
+        self.reasons[first.kind] += 1
+        if self.reasons[first.kind] <= SHOWN:
+            self.problems.append(Rejection(file=file, line=line, **vars(first)))
+        entry: dict[str, Any] = {
             "file": file,
             "line": line,
             "problems": [vars(problem) for problem in problems],
             "row": raw,
         }
         try:
-            text = json.dumps(entry, ensure_ascii=False, default=str, allow_nan=False)
-        except (ValueError, RecursionError):  # too deep, a number of thousands of digits, NaN
-            entry["row"] = None
-            text = json.dumps(entry, ensure_ascii=False)
-        # characters UTF-8 cannot hold only occur in rejected rows; as \uXXXX they are still JSON
-        encoded = text.encode("utf-8", "backslashreplace")
-        self.rejected.write(encoded + b"\n")
+            text = orjson.dumps(entry, default=str)
+        except TypeError:  # characters that UTF-8 does not have, or nested too deeply
+            entry["row"] = shown(short(raw))
+            text = orjson.dumps(entry)
+        self.rejected.write(text + b"\n")
 
     def _place(self, number: int) -> str:
         return tr("{file} line {line}", file=self.names[self.file[number]], line=self.line[number])
 
     def _leave_out_near_duplicates(self) -> None:
         """Held-out rows are compared first, so that of two alike the training row goes."""
-        self.templated = 0
         if not self.settings.near or not self.sides:
             return
         sides = np.array(self.sides)
@@ -327,31 +328,28 @@ class Build:
 
             def read(number: int) -> dict[str, Any]:
                 accepted.seek(self.offsets[number])
-                return json.loads(accepted.readline())
+                return orjson.loads(accepted.readline())
 
-            def read_text(number: int) -> RowText:
-                return row_text(**read(number))
-
-            texts = (row_text(**orjson.loads(line)) for line in accepted)
-            repeated, self.templated = find_repeated(self.settings.near, texts, order, read_text)
+            repeated, self.warnings["templated"] = find_repeated(self.settings.near, order, read)
             for number, kept in sorted(repeated.items()):
                 self.sides[number] = LEFT_OUT
+                row = read(number)
+                self._count(row["messages"], -1)
                 kind: Kind = "near_duplicate"
                 if self.eval_files and sides[kept] != sides[number]:
                     kind = "near_leak"
-                seen = tr("nearly the same as {place}", place=self._place(kept))
-                problem = Problem(kind, tr("the row"), seen)
+                problem = self._repeats(kind, kept)
                 file = self.names[self.file[number]]
-                self._reject(self.line[number], read(number), problem, file=file)
+                self._reject(self.line[number], row, problem, file=file)
 
     def _choose_splits(self) -> None:
         """Keep the given number of training rows (smaller sets lie inside larger ones), and never leave eval empty."""
         train = [number for number, side in enumerate(self.sides) if side == IN_TRAIN]
         train.sort(key=self.keys.__getitem__)
-        self.lent = 0
-        if not self.eval_files and len(train) > 1 and IN_EVAL not in self.sides:
-            self.lent = 1
-            self.sides[train.pop(0)] = IN_EVAL
+        no_eval = not self.eval_files and IN_EVAL not in self.sides
+        if no_eval and len(train) > 1:
+            moved = train.pop(0)
+            self.sides[moved] = IN_EVAL
         if self.settings.limit:
             for number in train[self.settings.limit :]:
                 self.sides[number] = UNUSED
@@ -359,41 +357,20 @@ class Build:
         self.eval = self.sides.count(IN_EVAL)
 
     def _write_splits(self) -> None:
-        self.warnings = Counter({"templated": self.templated})
-        self.languages = Counter(dict.fromkeys(LANGUAGES, 0))
-        self.characters = Counter(dict.fromkeys(BIN_NAMES, 0))
         with (
             open(self.folder / ACCEPTED, "rb") as rows,
             open(self.folder / TRAIN, "xb", CHUNK) as train,
             open(self.folder / EVAL, "xb", CHUNK) as held_out,
         ):
             files = {IN_TRAIN: train, IN_EVAL: held_out}
-            for number, line in enumerate(rows):
-                side = self.sides[number]
-                if side != LEFT_OUT:
-                    self._count(number, orjson.loads(line)["messages"])
+            for side, line in zip(self.sides, rows, strict=True):
                 if side in files:
                     files[side].write(line)
-
-    def _count(self, number: int, messages: list[dict[str, Any]]) -> None:
-        self.warnings.update(self.kinds.get(number, ()))
-        length = 0
-        asked = ""
-        for message in messages:
-            length += len(message["content"])
-            if message["role"] == "user":
-                asked += message["content"]
-        language = language_of(asked)
-        self.languages[language] += 1
-        bin_name = BIN_NAMES[bisect_left(BINS, length)]
-        self.characters[bin_name] += 1
 
     def card(self) -> DataCard:
         """What became of the rows."""
         rows = self.rows.total()
         accepted = rows - self.reasons.total()
-        warnings = +self.warnings
-        trimmed = warnings.pop("trimmed", 0)
         return DataCard(
             **vars(self.settings),
             source_sha256=hash_files(self.train_files, self.eval_files, end=END),
@@ -405,11 +382,10 @@ class Build:
             train=self.train,
             eval=self.eval,
             unused=accepted - self.train - self.eval,
-            lent=self.lent,
             duplicates=sum(self.reasons[kind] for kind in REPEATED),
-            trimmed=trimmed,
+            trimmed=self.trimmed,
             reasons=dict(self.reasons.most_common()),
-            warnings=dict(warnings.most_common()),
+            warnings=dict((+self.warnings).most_common()),
             examples=self.examples,
             problems=self.problems,
             languages=dict((+self.languages).most_common()),
@@ -435,35 +411,27 @@ def _require_usable(card: DataCard, out: Path) -> None:
     broken = card.rejected - card.duplicates
     if card.train and card.eval and 2 * broken <= card.rows:
         return
-    problems = [problem for problem in card.problems if problem.kind not in REPEATED] or card.problems
+    counts = tr(
+        "DATA ({source}) has {rows} rows, and {rejected} of them cannot be used; {train} are left for training, "
+        "{eval} for evaluation.",
+        source=card.source,
+        rows=card.rows,
+        rejected=card.rejected,
+        train=card.train,
+        eval=card.eval,
+    )
+    rejected = card.rejected_text(out / REJECTED)
     raise CourseError(
-        tr(
-            "DATA ({source}) has {rows} rows, and {rejected} of them cannot be used; {train} are left for "
-            "training, {eval} for evaluation.{first}",
-            source=card.source,
-            rows=card.rows,
-            rejected=card.rejected,
-            train=card.train,
-            eval=card.eval,
-            first="".join(f"\n  {problem}" for problem in problems[:5]),
-        ),
+        f"{counts}\n{rejected}",
         allowed=tr("at least half of the rows usable, and at least one row to train on and one to hold out"),
-        todo=tr(
-            "Fix the rows ({out}/rejected.jsonl has all of them with their reasons), name the columns with "
-            "COLUMNS, or name other files with DATA and EVAL_DATA.",
-            out=out,
-        ),
+        todo=tr("Fix the rows, name the columns with COLUMNS, or name other files with DATA and EVAL_DATA."),
     )
 
 
 def language_of(text: str) -> str:
-    """The language that most of a text is in; a Chinese character weighs as much as three Latin letters."""
-    raw = text.encode()
-    latin = len(raw.translate(None, NO_LETTERS))
-    chinese = 0
-    if not text.isascii() and CJK.search(text):
-        ascii_only = raw.translate(None, NOT_ASCII)
-        chinese = 3 * (len(text) - len(ascii_only))
-    if not latin and not chinese:
-        return "other"
-    return "zh" if chinese >= latin else "en"
+    """The language that most of a text is in; a Chinese character weighs as much as a Latin word."""
+    if not CJK.search(text):
+        return "en" if LATIN_WORD.search(text) else "other"
+    chinese = CJK.findall(text)
+    latin = LATIN_WORD.findall(text)
+    return "zh" if len(chinese) >= len(latin) else "en"

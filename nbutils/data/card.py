@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from nbutils import display
 from nbutils.data import evidence
@@ -46,22 +46,16 @@ class Rejection(BaseModel):
         )
 
 
-def rejections(error: RowError) -> list[Rejection]:
-    """The problems of a row, each with its place."""
-    return [Rejection(file=error.file, line=error.line, **vars(problem)) for problem in error.problems]
-
-
 class DataCard(BaseModel):
     """rows = accepted + rejected, accepted = train + eval + unused; each rejected row counts under its first reason."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)
 
     source: str
     eval_source: str
     source_sha256: str
     eval_fraction: float
     limit: int
-    licence: str
     columns: str = ""
     near: float | None = None  # None: written before near duplicates were looked for, and text was repaired
     repair: bool | None = None
@@ -72,7 +66,6 @@ class DataCard(BaseModel):
     train: int
     eval: int
     unused: int
-    lent: int = 0
     duplicates: int
     trimmed: int
     reasons: dict[str, int]
@@ -91,11 +84,8 @@ class DataCard(BaseModel):
             rejected=self.rejected,
         )
         splits = tr("{train} train, {eval} eval, {unused} unused", train=self.train, eval=self.eval, unused=self.unused)
-        if self.lent:
-            splits += tr(" (one training row was moved to eval, which would be empty otherwise)")
         lines = {
             tr("source"): tr(self.source),
-            tr("licence"): tr(self.licence),
             tr("rows"): rows,
             tr("splits"): splits,
             tr("rejected"): counts_text(self.reasons),
@@ -112,21 +102,13 @@ class DataCard(BaseModel):
         """What goes into the facts.json of a lesson."""
         return self.model_dump(include={"rows", "accepted", "rejected", "train", "eval", "fingerprint", "warnings"})
 
-    def rejected_text(self, place: str) -> str:
-        """The first rejected rows of each reason, how many more there are, and where all of them are."""
+    def rejected_text(self, place: Path | str) -> str:
+        """The first rejected rows of each reason, and where all of them are."""
         if not self.rejected:
             return tr("no row was rejected")
-        lines = []
-        for kind, count in self.reasons.items():
-            problems = [problem for problem in self.problems if problem.kind == kind]
-            lines += [f"  {problem}" for problem in problems]
-            more = count - len(problems)
-            if more:
-                lines.append("  " + tr("and {count} more: {kind}", count=more, kind=tr(kind)))
-        lines.append(
-            tr("All {count} rejected rows, each with every problem: {place}", count=self.rejected, place=place)
-        )
-        return "\n".join(lines)
+        lines = [f"  {problem}" for problem in self.problems]
+        all_of_them = tr("All {count} rejected rows: {place}", count=self.rejected, place=place)
+        return "\n".join([*lines, all_of_them])
 
 
 def counts_text(counts: dict[str, int]) -> str:
@@ -161,19 +143,15 @@ def verify(out: Path) -> DataCard:
     try:
         card = DataCard.model_validate_json((out / CARD).read_bytes())
         digest = hash_files([out / TRAIN, out / EVAL])
-    except (ValidationError, FileNotFoundError) as problem:
-        raise other_data(out, str(problem).partition("\n")[0]) from problem
-    if digest != card.fingerprint:
-        raise other_data(out, f"sha256 {digest[:12]}")
+        if digest != card.fingerprint:
+            raise ValueError(f"sha256 {digest[:12]}")
+    except (ValueError, FileNotFoundError) as problem:
+        reason = str(problem).partition("\n")[0]
+        raise CourseError(
+            tr("The files in {out} are not the ones its card describes: {reason}.", out=out, reason=reason),
+            todo=new_run_todo(out),
+        ) from problem
     return card
-
-
-def other_data(out: Path, reason: str) -> CourseError:
-    """The error of a folder that does not hold the data that is asked for."""
-    return CourseError(
-        tr("The files in {out} are not the ones its card describes: {reason}.", out=out, reason=reason),
-        todo=new_run_todo(out),
-    )
 
 
 def new_run_todo(out: Path) -> str:
@@ -202,11 +180,9 @@ def stored_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def row_to_show(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A row without private data, if there is one among the first hundred; else the first."""
-    for row in rows[:100]:
-        if not any(find_private(str(row))):
-            return row
-    return rows[0]
+    """The first row without private data, if there is one; else the first."""
+    public = (row for row in rows if not any(find_private(str(row))))
+    return next(public, rows[0])
 
 
 def show(row: Row | RowError, columns: str = "") -> None:
@@ -217,7 +193,7 @@ def show(row: Row | RowError, columns: str = "") -> None:
     """
     checked = check_row(row, columns)
     if isinstance(checked, RowError):
-        print(*rejections(checked), sep="\n")
+        show_problems([checked])
         return
     for message in checked.messages:
         print(f"{message['role']:>9}: {shown(message['content'])[:300]}")
@@ -225,22 +201,7 @@ def show(row: Row | RowError, columns: str = "") -> None:
 
 
 def show_problems(errors: Iterable[RowError]) -> None:
-    """A table of problems: where, which field, what is wrong, what was seen, what to do."""
-    problems = [problem for error in errors for problem in rejections(error)]
-    rows = []
-    for problem in problems:
-        row = {
-            tr("line"): problem.line,
-            tr("field"): problem.field,
-            tr("problem"): tr(problem.kind),
-            tr("seen"): problem.seen,
-            tr("to do"): problem.todo,
-        }
-        rows.append(row)
-    text = "\n".join(map(str, problems))
-    display.show_table(rows, text=text)
-
-
-def show_rejected(card: DataCard, folder: Path) -> None:
-    """Print the first rejected rows of each reason, and where all of them are."""
-    print(card.rejected_text(str(folder / REJECTED)))
+    """Print every problem of these rows: where, what is wrong, what was seen, what to do."""
+    for error in errors:
+        for problem in error.problems:
+            print(Rejection(file=error.file, line=error.line, **vars(problem)))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import display, models, plan
-from nbutils.data.build import NEAR, Build, Settings, building, canonical, find_sources
-from nbutils.data.card import CARD, EVAL, REJECTED, TRAIN, DataCard, counts_text, stored_rows
+from nbutils.data.build import NEAR, Build, DataSettings, building, find_sources
+from nbutils.data.card import EVAL, REJECTED, TRAIN, DataCard, counts_text, stored_rows
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
@@ -25,19 +25,22 @@ TEMPLATE_TOKENS = 12
 
 
 @dataclass(frozen=True)
-class Report:
+class DataReport:
     """The card that these files would get, and what to do next."""
 
     card: DataCard
     lengths: dict[str, int] | None  # in tokens
     columns: list[str]  # of the first row whose columns are not known
-    rejected_file: str
+    rejected_file: Path | None
     next: list[str]
 
     def as_json(self) -> dict[str, Any]:
         """The report for programs."""
-        own = {"lengths": self.lengths, "columns": self.columns, "next": self.next}
-        return self.card.model_dump() | own
+        return self.card.model_dump() | {
+            "lengths": self.lengths,
+            "columns": self.columns,
+            "next": self.next,
+        }
 
     def __str__(self) -> str:
         lines = [str(self.card)]
@@ -46,11 +49,8 @@ class Report:
             lines.append(f"{title} {counts_text(self.lengths)}")
         place = self.rejected_file or tr("--rejected FILE writes them")
         lines.append(self.card.rejected_text(place))
-        for example in self.card.examples:
-            lines.append(f"  {example}")
-        lines.append("")
-        lines += self.next
-        return "\n".join(lines)
+        lines += [f"  {example}" for example in self.card.examples]
+        return "\n".join([*lines, "", *self.next])
 
 
 def check(
@@ -63,26 +63,16 @@ def check(
     max_length: int = 0,
     out: Path | None = None,
     rejected: Path | None = None,
-) -> Report:
+) -> DataReport:
     """`data check`: the same pass; bad rows never stop it, and only `out` and `rejected` are written.
 
     Example:
         `print(check(["my_rows.jsonl"], columns="user=title, assistant=reply"))`
     """
-    if max_length and not model:
-        raise CourseError(
-            tr("--max-length counts tokens, and no model is named."),
-            todo=tr("Add --model NAME, for example --model tiny."),
-        )
-    if near and not 0.5 <= near <= 1:
-        raise CourseError(
-            tr("--near is {near}.", near=near),
-            todo=tr("Leave --near out (0.8), set it between 0.5 and 1, or to 0 to turn the search off."),
-        )
     _require_new(out, rejected)
-    settings = Settings(", ".join(sources), columns=canonical(columns), near=near, repair=repair)
+    settings = DataSettings(", ".join(sources), columns=columns, near=near, repair=repair)
     with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as scratch:  # no part of the report
-        tokenizer = models.load_tokenizer(model, "--model") if model else None
+        tokenizer = models.load_tokenizer(model, "--model") if model or max_length else None
         with building(out or Path(scratch), settings, *find_sources(sources, "")) as build:
             card = build.card()
             lengths = None
@@ -96,13 +86,12 @@ def check(
                 build.publish_file(REJECTED, out)
             if out and card.train and card.eval:
                 build.publish(card, out)
-    written = rejected or (out / REJECTED if out else "")
     unknown = [problem.seen for problem in card.problems if problem.kind == "unknown_columns"]
-    return Report(
+    return DataReport(
         card=card,
         lengths=lengths,
         columns=unknown[0].split(", ") if unknown else [],
-        rejected_file=str(written),
+        rejected_file=rejected or (out and out / REJECTED),
         next=_next_steps(card, mean, out, estimated=not model),
     )
 
@@ -145,17 +134,14 @@ def _estimated_length(build: Build) -> float:
 def _next_steps(card: DataCard, mean_length: float, out: Path | None, estimated: bool) -> list[str]:
     steps = []
     if out:
-        few = "" if (out / CARD).exists() else tr(" (too few rows can be used)")
         names = ", ".join(sorted(os.listdir(out)))
-        steps.append(tr("Written to {out}: {names}{few}.", out=out, names=names, few=few))
-    elif card.accepted:
+        steps.append(tr("Written to {out}: {names}.", out=out, names=names))
+    if not card.accepted:
+        return [*steps, tr("No row can be used.")]
+    if not out:
         steps.append(tr("To train on the accepted rows: this file as DATA (-p DATA FILE)."))
-    else:
-        steps.append(tr("No row can be used."))
-    if card.accepted:
-        command = plan.command(max(card.train, 1), mean_length)
-        step = tr("Memory, time and cost of a training on them: {command}", command=command)
-        if estimated:
-            step += tr("  # the length is an estimate; --model NAME counts the tokens")
-        steps.append(step)
-    return steps
+    command = plan.command(max(card.train, 1), mean_length)
+    step = tr("Memory, time and cost of a training on them: {command}", command=command)
+    if estimated:
+        step += tr("  # the length is an estimate; --model NAME counts the tokens")
+    return [*steps, step]

@@ -27,9 +27,10 @@ UNITS = 1 << 16  # of UTF-16
 PERMUTATIONS = 64  # four to a band: a pair that overlaps by 0.8 shares a band in 99.9 of 100 cases
 SEED = 42
 BATCH_CHARACTERS = 1 << 15  # of rows hashed at once; one takes 25 bytes
-BATCH_ROWS = 100_000  # whose signatures are compared at once
 TEMPLATE = 8  # more rows than this that are similar to one row are a template filled in, not copies
 _NUMBER = re.compile(f"[{NUMERALS}]+")
+_LETTERS = r"[^\W\d_²³¹\u2070-\u209f\u2150-\u218f\u2460-\u249b\U00010000-\U0010ffff]{2}"
+_HYPHEN = re.compile(f"(?<={_LETTERS})[-\uff0d](?={_LETTERS})")  # of `well-known`; the minus of `x - y` counts
 _json = functools.partial(
     json.dumps,
     sort_keys=True,
@@ -47,14 +48,13 @@ class RowText(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """For each UTF-16 unit: what it is compared as, whether it is a letter, and whether it is a numeral or symbol."""
+    """For each UTF-16 unit: what it is compared as, and whether it is a numeral or symbol."""
 
     compared: np.ndarray
-    letters: np.ndarray
     exact: np.ndarray
 
 
-def digests(row: ChatRow, numbers: bool = False) -> tuple[int, int]:
+def digests(row: ChatRow, numbers: bool) -> tuple[int, int]:
     """Of the whole row as it is, and of its question as questions are compared; with `numbers` 3.5 is not 35."""
     fields = [_field(message) for message in row.messages]
     prompt = SEPARATOR.join(fields[:-1])
@@ -71,11 +71,11 @@ def digests(row: ChatRow, numbers: bool = False) -> tuple[int, int]:
 
 
 def _field(message: dict[str, Any]) -> str:
-    text = f"{message['role']}\x1f{message['content']}"
-    if len(message) == 2:
-        return text
-    extras = {name: value for name, value in message.items() if name not in ("role", "content")}
-    return f"{text}\x1f{_json(extras)}"
+    extras = dict(message)
+    role = extras.pop("role")
+    content = extras.pop("content")
+    text = f"{role}\x1f{content}"
+    return f"{text}\x1f{_json(extras)}" if extras else text
 
 
 def _hash(text: str) -> int:
@@ -86,16 +86,10 @@ def _hash(text: str) -> int:
 
 def normalized(text: str) -> np.ndarray:
     """Each UTF-16 unit of a text as it is compared, 0 where it does not count."""
-    tables = _tables()
+    if "-" in text or "\uff0d" in text:
+        text = _HYPHEN.sub("", text)
     units = np.frombuffer(text.encode("utf-16-le"), np.uint16)
-    codes = tables.compared.take(units)
-    if "-" in text or "\uff0d" in text:  # the hyphen of `well-known` does not count, the minus of `x - y` does
-        hyphens = np.flatnonzero(codes[2:-2] == ord("-")) + 2
-        for step in (-2, -1, 1, 2):
-            neighbours = codes[hyphens + step]
-            hyphens = hyphens[tables.letters.take(neighbours)]
-        codes[hyphens] = 0
-    return codes
+    return _tables().compared.take(units)
 
 
 def _decoded(codes: np.ndarray) -> str:
@@ -107,7 +101,6 @@ def _tables() -> Tables:
     characters = [chr(code) for code in range(UNITS)]
     return Tables(
         compared=np.array([_compared_as(character) for character in characters], np.uint16),
-        letters=np.array([character.isalpha() for character in characters]),
         exact=np.array([_is_exact(character) for character in characters]),
     )
 
@@ -133,10 +126,11 @@ def _compared_as(character: str) -> int:
 
 def row_text(messages: list[dict[str, Any]], tools: Any = None) -> RowText:
     """What is compared of a row."""
-    texts = [_spoken_text(message) for message in messages]
-    system = ""
-    if messages[0]["role"] == "system":
-        system = texts.pop(0)
+    texts = []
+    for message in messages:
+        calls = message.get("tool_calls", "")
+        texts.append(f"{message['content']}{calls}")
+    system = texts.pop(0) if messages[0]["role"] == "system" else ""
     answer = texts.pop()
     return RowText(
         exact=f"{system}{SEPARATOR}{tools or ''}",
@@ -145,22 +139,14 @@ def row_text(messages: list[dict[str, Any]], tools: Any = None) -> RowText:
     )
 
 
-def _spoken_text(message: dict[str, Any]) -> str:
-    content: str = message["content"]
-    if "tool_calls" not in message:
-        return content
-    return f"{content}\n{message['tool_calls']}"
-
-
 def _numbers_and_symbols(codes: np.ndarray) -> list[str]:
     """The numbers and symbols of each text between separators."""
     exact = _tables().exact.take(codes)
     kept = np.where(exact, codes, ord(" "))
-    texts = _decoded(kept).split(SEPARATOR)
-    numbers = []
-    for text in texts[1:-1]:
-        numbers.append(" ".join(text.split()))
-    return numbers
+    decoded = _decoded(kept)
+    texts = decoded.split(SEPARATOR)
+    inner = texts[1:-1]
+    return [" ".join(text.split()) for text in inner]
 
 
 def _trigrams(codes: np.ndarray) -> np.ndarray:
@@ -186,42 +172,47 @@ def _overlap(text: str, other: str) -> float:
     """The share of 3-grams that two texts have in common; 0 if their numbers or symbols differ."""
     codes = normalized(f"{SEPARATOR}{text}{SEPARATOR}")
     other_codes = normalized(f"{SEPARATOR}{other}{SEPARATOR}")
-    exact = _numbers_and_symbols(codes)
-    if exact != _numbers_and_symbols(other_codes):
+    if _numbers_and_symbols(codes) != _numbers_and_symbols(other_codes):
         return 0.0
     grams = np.unique(_trigrams(codes))
     other_grams = np.unique(_trigrams(other_codes))
-    shared = len(np.intersect1d(grams, other_grams, assume_unique=True))
+    in_both = np.intersect1d(
+        grams,
+        other_grams,
+        assume_unique=True,
+    )
+    shared = len(in_both)
     either = len(grams) + len(other_grams) - shared
     return shared / either if either else 1.0
 
 
 def find_repeated(
     near: float,
-    texts: Iterable[RowText],
     order: np.ndarray,
-    read: Callable[[int], RowText],
+    read: Callable[[int], dict[str, Any]],
 ) -> tuple[dict[int, int], int]:
     """The rows to leave out, each with the row that is kept for it: of two the one that is earlier in `order`.
 
     And how many rows are similar to others only because they fill in the same template; they stay.
     """
-    signatures = _signatures(texts)
+
+    def text_of(row: int) -> RowText:
+        return row_text(**read(row))
+
+    signatures = _signatures(map(text_of, range(len(order))))
     candidates = _candidates(signatures, near, order)
     same: dict[int, int] = {}
     similar: dict[int, int] = {}
-    for row in order.tolist():
+    for row in order[candidates[order] >= 0].tolist():
         kept = int(candidates[row])
-        if kept < 0:
-            continue
         kept = same.get(kept, kept)
-        overlap = similarity(read(row), read(kept))
+        overlap = similarity(text_of(row), text_of(kept))
         if overlap == 1:
             same[row] = kept
             continue
         if kept in similar:
             kept = similar[kept]
-            overlap = similarity(read(row), read(kept))
+            overlap = similarity(text_of(row), text_of(kept))
         if overlap >= near:
             similar[row] = kept
     rows_like = Counter(similar.values())
@@ -253,27 +244,25 @@ def _signatures(texts: Iterable[RowText]) -> np.ndarray:
 
 def _tokens(rows: list[RowText]) -> tuple[np.ndarray, np.ndarray]:
     """The 3-grams of all rows, with what has to be equal mixed in, and where each row begins among them."""
-    texts = [""]
-    for row in rows:
-        texts.append(row.question)
-        texts.append(row.answer)
-    texts.append("")
-    codes = normalized(SEPARATOR.join(texts))
-    exact = iter(_numbers_and_symbols(codes))
+    pair = SEPARATOR * 2  # between two rows: no 3-gram reaches over it
+    texts = [f"{row.question}{SEPARATOR}{row.answer}" for row in rows]
+    codes = normalized(pair.join(["", *texts, ""]))
+    numbers = iter(_numbers_and_symbols(codes))
     keys = []
     for row in rows:
-        key = f"{row.exact}\x1d{next(exact)}\x1d{next(exact)}"
+        next(numbers)  # of the empty text within the pair
+        asked = next(numbers)
+        answered = next(numbers)
+        key = f"{row.exact}\x1d{asked}\x1d{answered}"
         keys.append(_hash(key))
-    tokens = _trigrams(codes)
-    separators = np.flatnonzero(codes[codes != 0] == ord(SEPARATOR))
-    starts = separators[::2]  # of each row, and the end of the last
+    counting = codes[codes != 0]
+    separators = np.flatnonzero(counting == ord(SEPARATOR))
+    # a row has three; the last one begins what follows the last row
+    starts = separators[::3]
     lengths = np.diff(starts)
     mixed_in = np.repeat(np.array(keys, np.uint64), lengths)
-    tokens ^= mixed_in[: len(tokens)]
-    across_rows = starts[1:-1] - 1
-    tokens = np.delete(tokens, across_rows)
-    offsets = starts - np.arange(len(starts))
-    return tokens, offsets.astype(np.uint64)
+    tokens = _trigrams(codes) ^ mixed_in
+    return tokens, starts.astype(np.uint64)
 
 
 def _batch(stream: Iterator[RowText]) -> Iterator[RowText]:
@@ -293,7 +282,7 @@ def _candidates(
 ) -> np.ndarray:
     """For each row the most similar of the rows that come first in its LSH buckets; -1 where there is none."""
     best = np.full(len(order), -1, np.int64)
-    least = int((near - 0.15) * PERMUTATIONS)  # less is no candidate
+    least = int(max(near - 0.15, 0) * PERMUTATIONS)  # less is no candidate
     score = np.full(len(order), least, np.uint8)  # of the best so far
     for band in _bands(signatures):
         _, first, bucket = np.unique(
@@ -302,25 +291,19 @@ def _candidates(
             return_inverse=True,
         )
         earliest = order[first[bucket]]
-        later = np.flatnonzero(earliest != order)
-        parts = 1 + len(later) // BATCH_ROWS
-        for part in np.array_split(later, parts):
-            rows = order[part]
-            others = earliest[part]
-            equal = signatures[rows] == signatures[others]
-            same = equal.sum(axis=1, dtype=np.uint8)
-            better = same > score[rows]
-            improved = rows[better]
-            best[improved] = others[better]
-            score[improved] = same[better]
+        later = earliest != order
+        rows = order[later]
+        others = earliest[later]
+        equal = signatures[rows] == signatures[others]
+        same = equal.sum(axis=1, dtype=np.uint8)
+        better = same > score[rows]
+        improved = rows[better]
+        best[improved] = others[better]
+        score[improved] = same[better]
     return best
 
 
 def _bands(signatures: np.ndarray) -> Iterator[np.ndarray]:
     """Each band of the signatures; then all in one, as copies in a crowd of similar rows share the whole signature."""
-    bands = signatures.view(np.uint64).T
-    whole = np.zeros(len(signatures), np.uint64)
-    for band in bands:
-        yield band
-        whole = whole * np.uint64(0x9E3779B97F4A7C15) + band
-    yield whole
+    yield from signatures.view(np.uint64).T
+    yield np.array([hash(signature.tobytes()) for signature in signatures])

@@ -19,25 +19,14 @@ def remarks(rows: int) -> list[str]:
     """What so few held-out rows can prove, and what to do; nothing where they are enough."""
     if rows >= FEW_ROWS:
         return []
-    if rows < LEAST_ROWS:
-        seen = tr(
-            "[WARN] held-out rows: {rows}. They can prove nothing, and lesson 04 gives no verdict below {least}: "
-            "{turned} answers have to turn right, and none wrong, before luck is ruled out (exact paired test, "
-            "p < {alpha}).",
-            rows=rows,
-            least=LEAST_ROWS,
-            turned=LEAST_TURNED,
-            alpha=ALPHA,
-        )
-    else:
-        seen = tr(
-            "[WARN] held-out rows: {rows}. They can prove a large gain only: {turned} answers ({share:.0%}) have to "
-            "turn right, and none wrong, before luck is ruled out (exact paired test, p < {alpha}).",
-            rows=rows,
-            turned=LEAST_TURNED,
-            share=LEAST_TURNED / rows,
-            alpha=ALPHA,
-        )
+    seen = tr(
+        "[WARN] held-out rows: {rows}. {turned} answers have to turn right, and none wrong, before luck is ruled out "
+        "(exact paired test, p < {alpha}); below {least} rows lesson 04 gives no verdict.",
+        rows=rows,
+        turned=LEAST_TURNED,
+        alpha=ALPHA,
+        least=LEAST_ROWS,
+    )
     todo = tr(
         "To do: add rows; or train on fewer and hold out more ({few} or more in a file of their own: EVAL_DATA of "
         "lesson 02); or cross-validation: train several times, each time with other rows in EVAL_DATA and another "

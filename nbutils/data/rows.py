@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
 from pydantic import AliasChoices, BeforeValidator, Field, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
 from typing_extensions import NotRequired, TypedDict
 
 from nbutils.data.texts import (
@@ -17,7 +17,6 @@ from nbutils.data.texts import (
     Problem,
     find_problems,
     fix_encoding,
-    mask,
     short,
     warn_of_private,
 )
@@ -59,7 +58,7 @@ FOLLOWS = {
 KINDS: dict[str, Kind] = {  # of pydantic's errors; the others are a wrong type
     "missing": "missing_field",
     "literal_error": "unknown_role",
-    "malformed_json": "malformed_json",
+    "value_error": "malformed_json",
     "too_short": "empty",
 }
 _BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
@@ -68,12 +67,11 @@ Parts = dict[str, tuple[str, ...]]  # the columns of each part of a row
 
 
 class Row(NamedTuple):
-    """A row as the file has it; `encoding` is named where its text had to be converted."""
+    """A row as the file has it."""
 
     file: str
     line: int
     raw: Any
-    encoding: str = ""
 
 
 class RowError(NamedTuple):
@@ -86,9 +84,8 @@ class RowError(NamedTuple):
 
 
 class ChatRow(NamedTuple):
-    """A row that passed: its messages and tools, where it came from, and what was done or is to be said about it."""
+    """A row that passed: its line, messages and tools, and what was done or is to be said about it."""
 
-    file: str
     line: int
     messages: list[Json]
     tools: list[Json] | None = None
@@ -97,29 +94,21 @@ class ChatRow(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One turn as the row has it, with its place in the row and the place of its text."""
+    """One message of a row, with its place in the row."""
 
     place: str
-    field: str
-    message: Any
+    message: Json
 
 
 class InvalidRow(ValueError):
-    """Raised for a part of a row that cannot be read."""
-
-    def __init__(self, *problems: Problem) -> None:
-        super().__init__(*problems)
-        self.problems = problems
+    """Raised with the problems of a row, or of a part of it, that cannot be read."""
 
 
 def _from_json(value: Any) -> Any:
     """The value itself, or what stands in its text: a csv can hold a list or an object only as JSON text."""
-    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
-        return value
-    try:
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         return json.loads(value)
-    except (ValueError, RecursionError) as problem:
-        raise PydanticCustomError("malformed_json", "{problem}", {"problem": str(problem)}) from problem
+    return value
 
 
 def _role(name: Any) -> str:
@@ -163,10 +152,9 @@ class Message(TypedDict):
     tool_call_id: NotRequired[str | None]
 
 
-MESSAGE: TypeAdapter[Message] = TypeAdapter(Message)
-MESSAGES: TypeAdapter[list[Any]] = TypeAdapter(Annotated[list[Any], Field(min_length=1), BeforeValidator(_from_json)])
-PAIRS: TypeAdapter[list[tuple[str, str]]] = TypeAdapter(Annotated[list[tuple[str, str]], BeforeValidator(_from_json)])
-TOOLS: TypeAdapter[list[Tool]] = TypeAdapter(Annotated[list[Tool], BeforeValidator(_from_json)])
+MESSAGES = TypeAdapter[Any](Annotated[list[Message], Field(min_length=1), BeforeValidator(_from_json)])
+PAIRS = TypeAdapter[Any](Annotated[list[tuple[str, str]], BeforeValidator(_from_json)])
+TOOLS = TypeAdapter[Any](Annotated[list[Tool], BeforeValidator(_from_json)])
 
 
 def parse_mapping(text: str) -> Parts:
@@ -175,25 +163,17 @@ def parse_mapping(text: str) -> Parts:
     Example:
         `parse_mapping("user=标题+正文, assistant=回复")` is `{"user": ("标题", "正文"), "assistant": ("回复",)}`.
     """
+    pieces = [piece for piece in text.translate(WIDE_SIGNS).split(",") if piece.strip()]
     parts: Parts = {}
-    wrong = ""
-    for piece in filter(str.strip, text.translate(WIDE_SIGNS).split(",")):
+    for piece in pieces:
         part, _, names = piece.partition("=")
-        part = part.strip()
-        columns = tuple(filter(None, map(str.strip, names.split("+"))))
-        if part not in PARTS or part in parts or not columns:
-            wrong = wrong or piece.strip()
-        parts[part] = columns
+        parts[part.strip()] = tuple(filter(None, map(str.strip, names.split("+"))))
+    once_each = len(parts) == len(pieces)
     needed = parts.keys() & {"user", "assistant", "messages"}
-    if parts and needed not in ({"user", "assistant"}, {"messages"}):
-        wrong = wrong or ", ".join(parts)
-    if wrong:
+    complete = needed in ({"user", "assistant"}, {"messages"}) and all(parts.values())
+    if pieces and not (once_each and complete and parts.keys() <= set(PARTS)):
         raise CourseError(
-            tr(
-                "The columns {mapping!r} are not a valid mapping; the problem is in {reason!r}.",
-                mapping=text,
-                reason=wrong,
-            ),
+            tr("The columns {mapping!r} are not a valid mapping.", mapping=text),
             todo=tr(
                 'Write them like "user=title+body, assistant=reply", or like "messages=chat"; the parts are {parts}, '
                 "each once.",
@@ -207,37 +187,28 @@ def parse_mapping(text: str) -> Parts:
 def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts | Problem:
     """Which columns hold which part; decided once for all rows that have the same columns."""
     known = {_normalized(column): column for column in reversed(columns)}
-    if not mapping:
-        return _known_layout(known)
-    parts = parse_mapping(mapping)
-    absent = [column for column in _columns_of(parts) if _normalized(column) not in known]
-    if absent:
-        return Problem("missing_field", ", ".join(absent), tr("only {names}", names=", ".join(columns)))
-    return _present(parts, known)
-
-
-def _known_layout(known: dict[str, str]) -> Parts | Problem:
-    """The layout of a row in one of the shapes that the course knows."""
-    names = ", ".join(reversed(known.values()))
-    fitting: list[Parts] = []
+    names = ", ".join(columns)
+    complete: list[Parts] = []
     missing = ""
-    for shape in map(parse_mapping, SHAPES):
-        absent = [columns[0] for columns in shape.values() if columns[0] not in known]
+    for shape in map(parse_mapping, [mapping] if mapping else SHAPES):
+        needed = _columns_of(shape)
+        if not mapping:
+            needed = [joined[0] for joined in shape.values()]
+        absent = [column for column in needed if _normalized(column) not in known]
         if not absent:
-            fitting.append(_present(shape, known))
-        elif len(absent) < len(shape):
-            missing = missing or absent[0]
-    if not fitting and missing:
+            complete.append(_present(shape, known))
+        elif mapping or len(absent) < len(needed):
+            missing = missing or ", ".join(absent)
+    if not complete and missing:
         return Problem("missing_field", missing, tr("only {names}", names=names))
-    if not fitting:
-        return Problem("unknown_columns", tr("the columns"), names or tr("no columns"))
-    used = _columns_of(fitting[0])
-    others = [parts for parts in fitting if not set(_columns_of(parts)) <= set(used)]
-    if others:
-        shapes = ["/".join(_columns_of(parts)) for parts in (fitting[0], *others)]
-        seen = tr("fits {shapes}", shapes=", ".join(shapes))
-        return Problem("ambiguous_columns", names, seen)
-    return fitting[0] | _present(OPTIONAL, known)
+    if not complete:
+        return Problem("unknown_columns", tr("the columns"), names)
+    if mapping:
+        return complete[0]
+    used = set(_columns_of(complete[0]))
+    if not all(used.issuperset(_columns_of(parts)) for parts in complete):
+        return Problem("ambiguous_columns", tr("the columns"), names)
+    return complete[0] | _present(OPTIONAL, known)
 
 
 def _normalized(column: object) -> str:
@@ -284,18 +255,15 @@ def check_row(row: Row | RowError, mapping: str = "", repair: bool = True) -> Ch
     try:
         parts = _parts_of(row.raw, mapping)
         turns = _turns(row.raw, parts)
-        messages = check.messages(turns)
+        messages = [check.message(turn) for turn in turns]
         tools = check.tools(row.raw, parts)
         if not check.problems:
-            _require_order(turns, messages)
+            _require_order(turns)
     except InvalidRow as invalid:
-        check.problems += invalid.problems
+        check.problems += invalid.args
     if check.problems:
         return RowError(row.file, row.line, row.raw, tuple(check.problems))
-    if row.encoding:
-        seen = tr("written in {encoding}", encoding=row.encoding)
-        check.warnings.append(Problem("encoding", tr("the row"), seen))
-    return ChatRow(row.file, row.line, messages, tools, check.trimmed, tuple(check.warnings))
+    return ChatRow(row.line, messages, tools, check.trimmed, tuple(check.warnings))
 
 
 def problems_of(raw: Any, mapping: str = "") -> list[Problem]:
@@ -325,30 +293,21 @@ def _turns(raw: Json, parts: Parts) -> list[Turn]:
     if "system" in parts and _text_of(raw, parts["system"]):
         turns.append(_from_columns("system", raw, parts))
     if "messages" in parts:
-        column = parts["messages"][0]
-        return turns + _from_list(raw, column)
+        return turns + _from_list(raw, parts["messages"][0])
     question = parts["user"][0]
-    answer = parts["assistant"][0]
     if isinstance(raw[question], list):  # TRL: prompt and completion
-        turns += _from_list(raw, question)
-        turns += _from_list(raw, answer)
-    else:
-        if "history" in parts:
-            turns += _from_history(raw, parts["history"][0])
-        turns.append(_from_columns("user", raw, parts))
-        turns.append(_from_columns("assistant", raw, parts))
+        answer = parts["assistant"][0]
+        return turns + _from_list(raw, question) + _from_list(raw, answer)
+    if "history" in parts:
+        turns += _from_history(raw, parts["history"][0])
+    turns.append(_from_columns("user", raw, parts))
+    turns.append(_from_columns("assistant", raw, parts))
     return turns
 
 
 def _from_list(raw: Json, column: str) -> list[Turn]:
-    turns = []
-    for index, message in enumerate(_validated(MESSAGES, raw[column], column)):
-        place = f"{column}[{index}]"
-        field = f"{place}.content"
-        if isinstance(message, dict) and "value" in message:
-            field = f"{place}.value"
-        turns.append(Turn(place, field, message))
-    return turns
+    messages = _validated(MESSAGES, raw[column], column)
+    return [Turn(f"{column}[{index}]", message) for index, message in enumerate(messages)]
 
 
 def _from_history(raw: Json, column: str) -> list[Turn]:
@@ -357,19 +316,18 @@ def _from_history(raw: Json, column: str) -> list[Turn]:
     pairs = _validated(PAIRS, raw[column] or [], column)
     for index, (question, answer) in enumerate(pairs):
         place = f"{column}[{index}]"
-        asked = {"role": "user", "content": question}
-        answered = {"role": "assistant", "content": answer}
-        turns.append(Turn(place, place, asked))
-        turns.append(Turn(place, place, answered))
+        turns.append(Turn(place, {"role": "user", "content": question}))
+        turns.append(Turn(place, {"role": "assistant", "content": answer}))
     return turns
 
 
 def _from_columns(role: str, raw: Json, parts: Parts) -> Turn:
-    message = {"role": role, "content": _text_of(raw, parts[role])}
+    columns = parts[role]
+    message = {"role": role, "content": _text_of(raw, columns)}
     if role == "assistant" and "reasoning" in parts:
         message["reasoning_content"] = _text_of(raw, parts["reasoning"])
-    place = "+".join(parts[role])
-    return Turn(place, place, message)
+    place = "+".join(columns)
+    return Turn(place, message)
 
 
 def _text_of(raw: Json, columns: tuple[str, ...]) -> str:
@@ -390,42 +348,29 @@ class _Check:
     def __init__(self, repair: bool) -> None:
         self.repair = repair
         self.trimmed = False
-        self.problems: list[Problem] = []
-        self.warnings: list[Problem] = []
-
-    def messages(self, turns: list[Turn]) -> list[Json]:
-        """The messages of a row; what is wrong with one hides no problem of the next."""
-        messages = []
-        for turn in turns:
-            try:
-                messages.append(self.message(turn))
-            except InvalidRow as invalid:
-                self.problems += invalid.problems
-        return messages
+        self.problems = list[Problem]()
+        self.warnings = list[Problem]()
 
     def message(self, turn: Turn) -> Json:
         """The message of a turn, with what the chat template reads beside its text."""
-        message: Message = _validated(MESSAGE, turn.message, turn.place)
+        message = turn.message
         role = message["role"]
         text = message["content"] or ""
-        extras = {key: message[key] for key in EXTRAS.get(role, ()) if message.get(key)}  # type: ignore[literal-required]
+        extras = {key: message[key] for key in EXTRAS.get(role, ()) if message.get(key)}
         if extras:
-            stored = _stored_text(turn.place, extras)
-            self.text(turn.place, stored, repair=False)
+            self.text(turn.place, _stored_text(turn.place, extras), repair=False)
         if not text.strip() and "tool_calls" not in extras:
-            self.problems.append(Problem("empty", turn.field, short(message["content"])))
-        elif role == "assistant":
-            reasoning = message.get("reasoning_content") or ""
-            text = _with_reasoning(text, reasoning)
-        text = self.text(turn.field, text, self.repair)
+            self.problems.append(Problem("empty", turn.place, short(message["content"])))
+        if role == "assistant":
+            text = _with_reasoning(text, message.get("reasoning_content") or "")
+        text = self.text(turn.place, text, self.repair)
         return {"role": role, "content": text, **extras}
 
     def text(self, field: str, text: str, repair: bool) -> str:
         """The text, repaired where that is wanted and certain, without blanks that melt into the template's."""
         fixed = fix_encoding(text)
         if fixed != text:
-            seen = tr("{text!r} for {fixed!r}", text=mask(text)[:20], fixed=mask(fixed)[:20])
-            problem = Problem("mojibake", field, seen)
+            problem = Problem("mojibake", field, short(text))
             if repair:
                 self.warnings.append(problem)
                 text = fixed
@@ -467,20 +412,14 @@ def _stored_text(place: str, value: Any) -> str:
     return text.decode()
 
 
-def _require_order(turns: list[Turn], messages: list[Json]) -> None:
+def _require_order(turns: list[Turn]) -> None:
     """system once and first, then user and assistant in turn, tools where they were called, the assistant last."""
-    roles = [message["role"] for message in messages]
-    if "assistant" not in roles:
-        raise InvalidRow(Problem("no_assistant", turns[-1].place, ", ".join(roles)))
     expected: tuple[str, ...] = ("system", "user")
-    for turn, message in zip(turns, messages, strict=True):
+    for place, message in turns:
         role = message["role"]
         if role not in expected:
             seen = tr("{role}, expected {roles}", role=role, roles=" / ".join(expected))
-            raise InvalidRow(Problem("role_order", turn.place, seen))
-        expected = FOLLOWS[role]
-        if "tool_calls" in message:
-            expected = ("tool",)
+            raise InvalidRow(Problem("role_order", place, seen))
+        expected = ("tool",) if message.get("tool_calls") else FOLLOWS[role]
     if role != "assistant":
-        seen = tr("{role} at the end", role=role)
-        raise InvalidRow(Problem("role_order", turn.place, seen))
+        raise InvalidRow(Problem("no_assistant", place, role))

@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `DATA` 可以是一个文件（`.jsonl`、`.json`、`.csv`、`.tsv`、`.parquet`，也可以压缩成 `.gz` 或 `.zst`），可以是放这些文件的目录（含子目录），也可以是 Hugging Face Hub 上的数据集（`owner/name`）；留空就用自带的示例数据。`EVAL_DATA` 指定单独的验证集；留空时，如果 `DATA` 里有 eval、test 或 valid 文件或目录，就用它们（自带的示例数据就有，120 条），否则从 `DATA` 里留出约十分之一作为验证集，至少一条（文件很小时会超过十分之一）。列名是自己取的，就填 `COLUMNS`：`"user=title+body, assistant=reply"`；这时每条样本都要有这些列。换了数据，也换一个 `RUN_NAME`。
+# `DATA` 可以是一个文件（`.parquet`，或者 `.jsonl`、`.json`、`.csv`、`.tsv`，后四种也可以压缩成 `.gz` 或 `.zst`），可以是放这些文件的目录（含子目录），也可以是 Hugging Face Hub 上的数据集（`owner/name`）；留空就用自带的示例数据。`EVAL_DATA` 指定单独的验证集；留空时，如果 `DATA` 里有 eval、test 或 valid 文件或目录，就用它们（自带的示例数据就有，120 条），否则从 `DATA` 里留出约十分之一作为验证集，至少一条（文件很小时会超过十分之一）。列名是自己取的，就填 `COLUMNS`：`"user=title+body, assistant=reply"`；这时每条样本都要有这些列。换了数据，也换一个 `RUN_NAME`。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -137,7 +137,7 @@ card = data.prepare(
     rows=lesson.profile.course.rows,
 )
 print(card)
-data.show_rejected(card, lesson.run.data)
+print(card.rejected_text(lesson.run.data / "rejected.jsonl"))
 
 # %% [markdown]
 # 每条样本的去向，以及最先发现的几条含隐私数据（手机号、邮箱、密钥）的样本：模型可能把训练过的内容原样说出来。*近似重复*（near duplicate）是和另一条样本意思相同、用词也几乎相同的样本；如果出现在验证集里，模型看起来就会比实际好（`near_leak`）。
