@@ -18,21 +18,21 @@ from nbutils.models import find_shape
 from nbutils.plan.forecast import recipe_of
 from nbutils.plan.speed import RAM_LINK, sent_bytes
 from nbutils.record import Facts, RunFolder
-from nbutils.tracking import Log, loss_history, money, read_history, validation_history
+from nbutils.tracking import Log, loss_history, read_history, validation_history
 
 TOLERANCE = 0.01  # of the loss: sums in another order differ by a rounding each, 2^-8 of a value in bfloat16
 MOST_RUNS = 4  # that lesson 03 shows
 LONGEST = 40  # characters of a setting
-MEASURES = {  # rows of the table: the name of a fact, and its format
-    "examples": ("examples", ","),
-    "steps": ("steps", ","),
-    "answer tokens in the data": ("trained_tokens", ","),
-    "seconds": ("train_seconds", ",.0f"),
-    "last train loss": ("final_loss", ".4f"),
-    "validation loss, last": ("last", ".4f"),
-    "validation loss, best": ("best", ".4f"),
-    "best step": ("best_step", ","),
-}
+MEASURES = (  # facts of lesson 03 in the table
+    "examples",
+    "steps",
+    "trained_tokens",
+    "train_seconds",
+    "final_loss",
+    "validation_loss",
+    "best_step",
+    "cost",
+)
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,7 @@ Runs = dict[str, Run]  # by name
 
 def of_names(names: Sequence[str]) -> Runs:
     """Runs by name, or by the path of their folders."""
-    runs = {name: load(record.find(name).path) for name in names}
-    if len(runs) < 2:
-        raise CourseError(
-            tr("Named: {count} runs.", count=len(runs)),
-            todo=tr("Name two runs, or the paths of their folders."),
-        )
-    return runs
+    return {name: load(record.find(name).path) for name in names}
 
 
 def load(folder: Path, measured: Facts | None = None) -> Run:
@@ -116,51 +110,40 @@ def show(runs: Runs) -> None:
     """The table, and in a notebook the curves."""
     settings = differing(runs)
     columns = {name: _column(run, settings) for name, run in runs.items()}
+    labels = dict.fromkeys(label for column in columns.values() for label in column)
     table = []
-    for label in next(iter(columns.values())):
-        cells = {name: column[label] or "-" for name, column in columns.items()}
-        if set(cells.values()) != {"-"}:
-            table.append({"": label} | cells)
+    for label in labels:
+        row = {"": label}
+        for name, column in columns.items():
+            row[name] = column.get(label, "-")
+        table.append(row)
     display.show_table(table, tr("Runs side by side"), display.aligned(table))
-    fingerprints = {run.trained.get("data_fingerprint") for run in runs.values()}
-    if len(fingerprints - {None}) > 1:
+    if "data" in settings:
         print(tr("Not all of these runs were trained on the same data: their losses do not compare."))
     if platforms.in_kernel():
         plot(runs)
 
 
 def _column(run: Run, settings: Sequence[str]) -> dict[str, str]:
-    """A run by row of the table, with these of its settings; empty: not recorded."""
+    """What is recorded of a run, with these of its settings, by row of the table."""
     column = {}
     for name in settings:
-        value = run.settings.get(name)
-        column[name] = "" if value is None else shown(value)[:LONGEST]
-    column |= _measures(run)
-    column |= _scores(run)
-    column[tr("verdict")] = tr(run.verdict)
-    column[tr("general knowledge")] = tr(run.general)
-    return column
-
-
-def _measures(run: Run) -> dict[str, str]:
-    texts = {}
-    losses = run.trained.get("validation_loss") or {}
-    measured = run.trained | losses
-    for label, (name, form) in MEASURES.items():
-        value = measured.get(name)
-        texts[tr(label)] = "" if value is None else f"{value:{form}}"
-    texts[tr("cost")] = money(run.trained.get("cost") or {})
-    return texts
-
-
-def _scores(run: Run) -> dict[str, str]:
-    texts = {}
+        if run.settings.get(name) is not None:
+            column[name] = shown(run.settings[name])[:LONGEST]
+    for name in MEASURES:
+        if text := record.readable_value(run.trained.get(name)):
+            column[tr(record.label(name))] = text
     for name in PANELS:
-        title, form, _ = SHOWN[name]
-        interval: Any = run.scores.get(name, {"mean": None})
-        text = "" if interval["mean"] is None else Estimate(**interval).text(form)
-        texts[tr("merged: {score}", score=tr(title))] = text
-    return texts
+        score = run.scores.get(name)
+        if score and score["mean"] is not None:
+            shown_as = SHOWN[name]
+            label = tr("merged: {score}", score=tr(shown_as.label))
+            column[label] = Estimate(**score).text(shown_as.form)
+    if run.verdict:
+        column[tr("verdict")] = tr(run.verdict)
+    if run.general:
+        column[tr("general knowledge")] = tr(run.general)
+    return column
 
 
 def beside(run: RunFolder, trained: Facts | None = None) -> Runs:
@@ -184,32 +167,33 @@ def beside(run: RunFolder, trained: Facts | None = None) -> Runs:
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """The same training with one process and with several; the single process comes first in every pair."""
+    """The same training with one process and with several."""
 
-    numbers: dict[str, tuple[float, float]]
-    times: float  # the tokens per second of one
-    furthest: float  # the largest difference between two losses of the same step, relative to the loss
+    table: list[dict[str, Any]]
+    tokens_per_second: dict[str, float]  # alone and together
+    difference: float  # the largest between two losses of the same step, relative to the loss
     same_work: bool  # equal steps over equally many rows, with equal losses
 
+    @property
+    def times(self) -> float:
+        """How many times the tokens per second of one process."""
+        return self.tokens_per_second["together"] / self.tokens_per_second["alone"]
+
     def __str__(self) -> str:
-        names = {
-            "processes": tr("processes"),
-            "steps": tr("steps"),
-            "batch": tr("batch"),
-            "tokens_per_second": tr("tokens per second"),
-        }
-        lines = []
-        for name, (single, several) in self.numbers.items():
-            lines.append(f"{display.pad(names.get(name, name), 18)} {single:>10,.6g} {several:>10,.6g}\n")
         speed = tr("{times:.2f} times the tokens per second", times=self.times)
-        furthest = tr("losses differ by at most {most:.1e} of the loss", most=self.furthest)
-        return "".join(lines) + joined([speed, furthest], ";")
+        difference = tr("losses differ by at most {most:.1e} of the loss", most=self.difference)
+        return f"{display.aligned(self.table)}\n{joined([speed, difference], ';')}"
 
 
 def _trained(run: Path) -> Facts:
     """What lesson 03 recorded in a run folder."""
     facts: Facts = record.read(run / "facts.json")["lessons"]["03_qlora"]
     return facts
+
+
+def _losses(run: Path) -> dict[int, float]:
+    """The training losses of a run folder, by step."""
+    return dict(loss_history(read_history(run / "logs/history.json")))
 
 
 def speed_up(alone: Path, together: Path) -> SpeedUp:
@@ -219,25 +203,27 @@ def speed_up(alone: Path, together: Path) -> SpeedUp:
     """
     single = _trained(alone)
     several = _trained(together)
-    losses = dict(loss_history(read_history(alone / "logs/history.json")))
-    others = dict(loss_history(read_history(together / "logs/history.json")))
-    numbers = {name: (single[name], several[name]) for name in ("processes", "steps", "batch", "tokens_per_second")}
+    table = []
+    for name in ("processes", "steps", "batch", "tokens_per_second"):
+        table.append({"": tr(record.label(name)), "alone": single[name], "together": several[name]})
+    losses = _losses(alone)
+    others = _losses(together)
     differences = []
     for step in sorted(losses.keys() & others.keys()):
-        numbers[tr("loss at step {step}", step=step)] = (losses[step], others[step])
-        differences.append(abs(losses[step] - others[step]) / max(abs(losses[step]), 1e-6))
+        loss = losses[step]
+        table.append({"": tr("loss at step {step}", step=step), "alone": loss, "together": others[step]})
+        differences.append(abs(loss - others[step]) / (loss or 1e-6))
     if not differences:
         raise CourseError(
             tr("{one} and {other} logged no step in common.", one=alone.name, other=together.name),
             todo=tr("Run the comparison again with a larger TRIAL_STEPS."),
         )
-    furthest = max(differences)
-    same_steps = single["steps"] == several["steps"] and losses.keys() == others.keys()
+    same_rows = single["steps"] == several["steps"] and single["batch"] == several["batch"]
     return SpeedUp(
-        numbers,
-        times=several["tokens_per_second"] / single["tokens_per_second"],
-        furthest=furthest,
-        same_work=same_steps and single["batch"] == several["batch"] and furthest <= TOLERANCE,
+        table,
+        {"alone": single["tokens_per_second"], "together": several["tokens_per_second"]},
+        difference=max(differences),
+        same_work=same_rows and losses.keys() == others.keys() and max(differences) <= TOLERANCE,
     )
 
 
@@ -274,9 +260,8 @@ def speed_up_facts(compared: SpeedUp | None) -> Facts:
     """A comparison for facts.json; None keeps what an earlier run measured."""
     if compared is None:
         return {"speedup": None, "tokens_per_second": None, "loss_difference": None}
-    alone, together = compared.numbers["tokens_per_second"]
     return {
         "speedup": round(compared.times, 3),
-        "tokens_per_second": {"alone": alone, "together": together},
-        "loss_difference": compared.furthest,
+        "tokens_per_second": compared.tokens_per_second,
+        "loss_difference": compared.difference,
     }

@@ -69,7 +69,7 @@ def run(stems: Sequence[str], given: dict[str, str]) -> RunFolder:
             if received:
                 raise _stopped(stem, signal.Signals(received[0]))
             if stem == "03_qlora":
-                _require_complete(folder)
+                lesson.require_trained(folder)
     work.ended("finished", summary(folder))
     return folder
 
@@ -87,20 +87,6 @@ def _stopped(stem: str, received: signal.Signals) -> CourseError:
             "Give the same command again. What is done is not repeated, and a training that was stopped continues."
         ),
     )
-
-
-def _require_complete(folder: RunFolder) -> None:
-    """End a run whose training has not reached its last step."""
-    trained = record.load(folder.facts).lessons.trained
-    if not trained.ended:
-        raise Unfinished(
-            tr(
-                "The training has ended at step {step} of {steps}, so the next lessons wait.",
-                step=trained.steps,
-                steps=trained.planned_steps,
-            ),
-            todo=tr("Give the same command again, which continues it."),
-        )
 
 
 def execute(stem: str, output: Path, values: Facts) -> None:
@@ -148,14 +134,10 @@ def execute(stem: str, output: Path, values: Facts) -> None:
 
 def summary(folder: RunFolder) -> str:
     """Where everything is, and whether the tuning helped."""
-    lines = [
-        f"{display.pad(tr('notebooks'), 10)} {folder.notebooks}",
-        f"{display.pad(tr('report'), 10)} {folder.report}",
-        f"{display.pad(tr('facts'), 10)} {folder.facts}",
-    ]
-    merged = record.read(folder.facts)["lessons"].get("04_merge", {})
-    evaluation = merged.get("evaluation", {})
-    if "verdict" in evaluation:
+    lines = [tr("results      {folder}: report.md, facts.json, notebooks", folder=folder.path)]
+    evaluation = record.load(folder.facts).lessons.merged.evaluation
+    if evaluation.verdict:
+        outcome = record.outcome(evaluation.verdict, evaluation.general.verdict)
         page = folder.path / "evaluation" / "report.html"
-        lines.append(tr("the tuning   {verdict}; why: {page}", verdict=record.outcome(evaluation), page=page))
+        lines.append(tr("the tuning   {verdict}; why: {page}", verdict=outcome, page=page))
     return "\n".join(lines)

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,7 @@ from nbutils.platforms import detect, in_kernel
 
 ACCENT = "var(--jp-brand-color1, #2979c9)"
 ALARM = "var(--jp-warn-color1, #e07b00)"
-WIDTH = 760  # of the live curve
-HEIGHT = 96
-POINTS = 160
-CHOICE_WIDTHS = (40, 26, 50)  # of a table of choices: what, value, why
+POINTS = 160  # of the live curve, at most
 WRAPPED_WIDTH = 110  # of a line of prose
 LIVE_LINE = re.compile(r"\[WARN\]|[^:]* · ")  # of a training, in any language
 FONT = "fonts/NotoSansSC-Regular.ttf"  # in the package zhplot: matplotlib's own font has no Chinese
@@ -32,7 +28,6 @@ CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curve
 PIECE = re.compile(r"(?:[\u2e80-\uffef]|[^\s\u2e80-\uffef]+)[，。：；、）》”]*|\s+")  # lines break between two of them
 Losses = Sequence[tuple[int, float]]  # step and loss
 Row = Mapping[str, Any]  # of a table: its cells by heading
-Cells = Sequence[str]
 
 
 def width(text: str) -> int:
@@ -100,20 +95,17 @@ def show_choices(resolved: Any, only: Sequence[str] = ("",)) -> None:
 
     Example: display.show_choices(lesson.resolved, only=["lora", "sft.learning_rate"])
     """
-    wanted = (*only, *resolved.set_values)
+    shown_names = (*only, *resolved.set_values)
     rows = []
-    lines: list[Cells] = []
     for name, choice in resolved.choices.items():
-        if name.startswith(wanted) and name != "about":
+        if name.startswith(shown_names) and name != "about":
             row = {
-                tr("what"): name,
-                tr("value"): shown(choice.value),
-                tr("why"): choice.reason,
+                "what": name,
+                "value": shown(choice.value),
+                "why": choice.reason,
             }
             rows.append(row)
-            lines += zip_longest(*map(wrap, row.values(), CHOICE_WIDTHS), fillvalue="")
-    title = tr("The values of the profile {name}, each with its reason.", name=resolved.name)
-    show_table(rows, text=f"{title}\n{columns_of(lines)}")
+    show_table(rows, text=aligned(rows))
 
 
 def show_answers(rows: Sequence[Row], **answers: Sequence[str]) -> None:
@@ -121,19 +113,18 @@ def show_answers(rows: Sequence[Row], **answers: Sequence[str]) -> None:
 
     Example: display.show_answers(eval_rows[:3], before=before, after=after)
     """
-    names = {"before": tr("before"), "after": tr("after")}
     table = []
     for number, row in enumerate(rows):
         *_, question, expected = row["messages"]
-        cells = {tr("question"): question["content"], tr("expected"): expected["content"]}
+        cells = {"question": question["content"], "expected": expected["content"]}
         for name, texts in answers.items():
-            cells[names.get(name, name)] = texts[number]
+            cells[name] = texts[number]
         table.append(cells)
     show_table(table)
 
 
 def aligned(rows: Sequence[Row]) -> str:
-    """Rows of a table as columns of text.
+    """Rows of a table as columns of text, each as wide as its widest cell.
 
     Example: print(display.aligned([{"GPU": "T4", "GiB": 15}, {"GPU": "A100", "GiB": 40}]))
     """
@@ -142,11 +133,6 @@ def aligned(rows: Sequence[Row]) -> str:
     lines = [[tr(name) for name in rows[0]]]
     for row in rows:
         lines.append([str(value) for value in row.values()])
-    return columns_of(lines)
-
-
-def columns_of(lines: Sequence[Cells]) -> str:
-    """Lines of cells as text, each column as wide as its widest cell."""
     widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
     padded = ["  ".join(map(pad, cells, widths)).rstrip() for cells in lines]
     return printable("\n".join(padded))
@@ -169,14 +155,9 @@ def plot_loss_examples(path: Path | None = None) -> None:
     """Four measured trainings side by side: healthy, too slow, diverging and overfitting."""
     panels = {}
     for name, example in read_json(CURVES).items():
-        settings = example["settings"]
-        caption = tr(
-            "rate {learning_rate:g}, {row_count} rows, {steps} steps",
-            learning_rate=settings["learning_rate"],
-            row_count=settings["row_count"],
-            steps=settings["steps"],
-        )
-        panels[f"{tr(name.replace('_', ' '))}\n{caption}"] = example
+        settings = tr("rate {learning_rate:g}, {row_count} rows, {steps} steps", **example["settings"])
+        title = tr(name.replace("_", " "))
+        panels[f"{title}\n{settings}"] = example
     _plot_panels(panels, path)
 
 
@@ -201,7 +182,6 @@ def _plot_panels(panels: Mapping[str, Row], path: Path | None) -> None:
             axes.plot(
                 *zip(*validation, strict=True),
                 "o-",
-                ms=4,
                 label=label,
             )
         axes.set_ylim(bottom=0)
@@ -274,19 +254,14 @@ class LiveOutput:
 
 def live_line(parts: Mapping[str, str]) -> str:
     """The numbers in one line."""
-    texts = []
-    for name, value in parts.items():
-        if name == "loss":
-            value = tr("loss {value}", value=value)
-        elif name == "validation":
-            value = tr("validation {value}", value=value)
-        elif name == "left":
-            value = tr("{value} left", value=value)
-        elif name == "tokens/s":
-            value = f"{value} tokens/s"
-        elif name == "GPU":
-            value = f"GPU {value}"
-        texts.append(value)
+    forms = {
+        "loss": tr("loss {value}"),
+        "validation": tr("validation {value}"),
+        "left": tr("{value} left"),
+        "tokens/s": "{value} tokens/s",
+        "GPU": "GPU {value}",
+    }
+    texts = [forms.get(name, "{value}").format(value=value) for name, value in parts.items()]
     return " · ".join(texts)
 
 
@@ -295,33 +270,21 @@ def live_page(
 ) -> str:
     """Numbers by name, how far the training is, its curves and notes, as HTML."""
     stride = max(1, math.ceil(len(losses) / POINTS))
-    thinned = dict(losses[::stride]) | dict(losses[-1:])
-    drawn = [_finite(thinned.items()), _finite(validation)]
-    values = [loss for curve in drawn for _, loss in curve]
-    low = min(values, default=0.0)
-    high = max(values, default=0.0)
-    lines = []
-    for curve in drawn:
-        points = []
-        for at, loss in curve:
-            x = WIDTH * at / max(last, 1)
-            y = 16 + HEIGHT * (high - loss) / ((high - low) or 1.0)
-            points.append(f"{x:.1f},{y:.1f}")
-        lines.append(" ".join(points))
+    curves = [_finite(losses[::stride]), _finite(validation)]
+    values = [loss for curve in curves for _, loss in curve] or [0.0]
     return render(
         "live.html",
         parts=parts,
         notes=notes,
-        lines=lines,
-        low=low,
-        high=high,
-        width=WIDTH,
-        height=HEIGHT,
-        percent=100 * step / max(last, 1),
+        curves=curves,
+        low=min(values),
+        high=max(values),
+        last=max(last, 1),
+        step=step,
     )
 
 
-def _finite(curve: Iterable[tuple[int, float]]) -> Losses:
+def _finite(curve: Losses) -> Losses:
     return [(step, loss) for step, loss in curve if math.isfinite(loss)]
 
 

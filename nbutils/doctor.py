@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from urllib.parse import urlsplit
@@ -53,14 +54,14 @@ class Report:
         """The checks that must be fixed before training, by name."""
         return [check.name for check in self.checks if check.status == "FAIL"]
 
+    def counts(self) -> str:
+        """How many checks are OK, and how many are not."""
+        statuses = Counter(check.status for check in self.checks)
+        return joined(f"{statuses[status]} {status}" for status in ("OK", "WARN", "FAIL"))
+
     def text(self) -> str:
         """The report for people."""
-        statuses = [check.status for check in self.checks]
-        counts = joined(f"{statuses.count(status)} {status}" for status in ("OK", "WARN", "FAIL"))
-        conclusion = tr("{counts}. This machine can be used.", counts=counts)
-        if self.failures:
-            conclusion = tr("{counts}. Fix what says FAIL before you train.", counts=counts)
-        return "\n".join([*map(str, self.checks), "", conclusion])
+        return "\n".join([*map(str, self.checks), "", self.counts()])
 
     def require(self) -> None:
         """Print what needs attention; stop if anything must be fixed first.
@@ -68,8 +69,7 @@ class Report:
         Example: doctor.examine().require()
         """
         problems = [check for check in self.checks if check.todo]
-        total = len(self.checks)
-        print(*problems, tr("{good} of {total} checks are OK.", good=total - len(problems), total=total), sep="\n")
+        print(*problems, self.counts(), sep="\n")
         if self.failures:
             raise CourseError(
                 tr("Some checks of this machine failed: {names}.", names=joined(map(tr, self.failures))),
@@ -118,7 +118,6 @@ def _values(platform: Platform, folders: Folders) -> Facts:
         gpu = hardware.gpu()
     except Exception:  # no torch, or a driver that fails: its check says so
         gpu = None
-    hours = platform.entry.hours
     room = {}
     for name in ROOMS:
         folder = getattr(folders, name)
@@ -137,16 +136,19 @@ def _values(platform: Platform, folders: Folders) -> Facts:
         },
         "room": room,
         "limits": {
-            "hours": hours or None,
-            "hours_left": round(_hours_left(platform), 2) if hours else None,
+            "hours": platform.entry.hours or None,
+            "hours_left": _hours_left(platform),
             "processors": round(platforms.processors().value, 2),
             "memory_gib": round(platforms.memory_gib().value, 2),
         },
     }
 
 
-def _hours_left(platform: Platform) -> float:
-    return platform.entry.hours - platforms.session_seconds(platform) / 3600
+def _hours_left(platform: Platform) -> float | None:
+    """How long this machine stays; None where there is no limit."""
+    hours = platform.entry.hours
+    used = platforms.session_seconds(platform) / 3600
+    return round(hours - used, 2) if hours else None
 
 
 def check_machine(platform: Platform, folders: Folders) -> Iterator[Check]:
@@ -172,18 +174,11 @@ def check_machine(platform: Platform, folders: Folders) -> Iterator[Check]:
         tr("{size:.1f} GiB (read from {source})", size=memory.value, source=memory.source),
         todo if memory.value < 4 else "",
     )
-
-
-def check_time(platform: Platform, folders: Folders) -> Iterator[Check]:
-    """How long this machine stays."""
-    hours = platform.entry.hours
-    if not hours:
-        yield Check("time", tr("no time limit"))
-        return
-    left = max(0.0, _hours_left(platform))
-    todo = tr("start a new machine before a long training; a run that began here is continued there")
-    seen = tr("about {left:.1f} of {hours:g} hours are left", left=left, hours=hours)
-    yield Check("time", seen, todo if left < 1 else "")
+    left = _hours_left(platform)
+    if left is not None:
+        todo = tr("start a new machine before a long training; a run that began here is continued there")
+        seen = tr("about {left:.1f} of {hours:g} hours are left", left=left, hours=platform.entry.hours)
+        yield Check("time", seen, todo if left < 1 else "")
 
 
 def check_folders(platform: Platform, folders: Folders) -> Iterator[Check]:
@@ -192,23 +187,25 @@ def check_folders(platform: Platform, folders: Folders) -> Iterator[Check]:
         folder = getattr(folders, name)
         free = disk.free_gib(folder)
         files = disk.free_inodes(folder)
+        seen = tr("{folder}, {free:.1f} GiB free", folder=folder, free=free)
+        todo = ""
+        status = "WARN"
         if why := platforms.cannot_write(disk.nearest(folder)):
-            todo = tr("make it writable, restart the machine, or set NBUTILS_HOME to a folder you may write to")
             seen = tr("{folder} cannot be written ({why})", folder=folder, why=why)
-            yield Check(name, seen, todo, "WARN" if name == "work" else "FAIL")
+            todo = tr("make it writable, restart the machine, or set NBUTILS_HOME to a folder you may write to")
+            status = "WARN" if name == "work" else "FAIL"
+        elif free < 5:
+            todo = tr("delete what you no longer need there: a merged model may need more than this")
         elif files is not None and files < disk.FEWEST_FILES:
             seen = tr("{folder}, room for {files} files", folder=folder, files=files)
-            yield Check(name, seen, tr("delete folders with many small files there"))
-        else:
-            todo = tr("delete what you no longer need there: a merged model may need more than this")
-            seen = tr("{folder}, {free:.1f} GiB free", folder=folder, free=free)
-            yield Check(name, seen, todo if free < 5 else "")
+            todo = tr("delete folders with many small files there")
+        yield Check(name, seen, todo, status)
     if platform.name == "kaggle" and not platform.batch:
         seen = tr("only if you save a version: this is an interactive session")
         todo = tr("choose Save Version > Save & Run All, or set Persistence to Files in the notebook's settings")
         yield Check(KEEP_LASTS, seen, todo)
     else:
-        yield Check(KEEP_LASTS, folders.remark, "" if folders.lasting else tr(platform.entry.keep_todo))
+        yield Check(KEEP_LASTS, folders.remark, "" if folders.lasting else platform.entry.keep_todo)
 
 
 def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
@@ -258,7 +255,7 @@ def _without_gpu(platform: Platform, torch_version: str) -> Check:
             ),
         )
     seen = tr("none: lessons run on the CPU, which is enough for the profiles tiny and laptop")
-    return Check("GPU", seen, "" if platform.name == "local" else tr(platform.entry.gpu_todo))
+    return Check("GPU", seen, "" if platform.name == "local" else platform.entry.gpu_todo)
 
 
 def check_packages(platform: Platform, folders: Folders) -> Iterator[Check]:
@@ -292,7 +289,7 @@ def check_hub(platform: Platform, folders: Folders) -> Iterator[Check]:
     for host in hosts:
         time = f"{seconds[host]:.1f} s" if host in seconds else tr("does not answer")
         answers.append(f"{host} {time}")
-    yield Check(MODEL_HUB, joined(answers), "" if seconds else tr(platform.entry.hub_todo))
+    yield Check(MODEL_HUB, joined(answers), "" if seconds else platform.entry.hub_todo)
 
 
-CHECKS = (check_machine, check_time, check_folders, check_torch, check_packages, check_hub)
+CHECKS = (check_machine, check_folders, check_torch, check_packages, check_hub)

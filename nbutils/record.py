@@ -87,8 +87,8 @@ class Score(Recorded):
     merged: Interval = Interval()
 
 
-class Forgetting(Recorded):
-    """What became of general knowledge, in a word."""
+class GeneralKnowledge(Recorded):
+    """What became of it, in a word."""
 
     verdict: str = ""
 
@@ -98,7 +98,7 @@ class Evaluation(Recorded):
 
     verdict: str = ""
     scores: dict[str, Score] = {}
-    general: Forgetting = Forgetting()
+    general: GeneralKnowledge = GeneralKnowledge()
 
 
 class MergeFacts(Recorded):
@@ -123,8 +123,6 @@ class RunFacts(Recorded):
     profile_source: str = ""
     by_auto: bool = False
     set: Facts = {}
-    platform: Facts = {}
-    versions: Facts = {}
     lessons: Lessons = Lessons.model_validate({})
 
 
@@ -247,11 +245,11 @@ def complete(trained: Facts) -> bool:
     return bool(trained.get("steps", 0) >= trained.get("planned_steps", 0))
 
 
-def outcome(evaluation: Facts) -> str:
+def outcome(verdict: str, general: str = "") -> str:
     """Whether the tuning helped, and what became of general knowledge, in a few words."""
-    words = [tr(evaluation["verdict"])]
-    if "general" in evaluation:
-        words.append(tr("general knowledge: {word}", word=tr(evaluation["general"]["verdict"])))
+    words = [tr(verdict)]
+    if general:
+        words.append(tr("general knowledge: {word}", word=tr(general)))
     return joined(words, ";")
 
 
@@ -299,7 +297,7 @@ def readable(entry: Facts) -> dict[str, str]:
     """Facts for people, each in a line; what is empty or for programs alone is left out."""
     texts = {}
     for name, value in entry.items():
-        text = _line(value)
+        text = readable_value(value)
         if text and name not in UNREAD:
             texts[tr(label(name))] = text
     return texts
@@ -307,11 +305,11 @@ def readable(entry: Facts) -> dict[str, str]:
 
 def write_report(path: Path, run: str, facts: Facts) -> None:
     """Write report.md, the facts of a run for people."""
-    page = display.render("report.md", run=run, facts=facts, readable=readable, line=_line)
+    page = display.render("report.md", run=run, facts=facts, readable=readable, line=readable_value)
     write_text(path, page)
 
 
-def _line(value: Any) -> str:
+def readable_value(value: Any) -> str:
     """A fact in one line: its own summary or verdict if it has one."""
     if value is None:
         return ""
@@ -322,10 +320,10 @@ def _line(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if isinstance(value, list):
-        return joined(map(_line, value), ";")
+        return joined(map(readable_value, value), ";")
     if not isinstance(value, dict):
         return tr(str(value)).replace("|", "\\|").replace("\n", " ")
     outcome = value.get("summary") or value.get("verdict")
     if outcome:
-        return f"{value.get('format', '')} {_line(outcome)}".strip()
+        return f"{value.get('format', '')} {readable_value(outcome)}".strip()
     return joined(f"{name} {text}" for name, text in readable(value).items())

@@ -252,7 +252,7 @@ if compared:
 # %%
 forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
 shape, recipe = forecast.shape, forecast.recipe
-rate = compared.numbers["tokens_per_second"][0] if compared and lesson.gpu else forecast.tokens_per_second
+rate = compared.tokens_per_second["alone"] if compared and lesson.gpu else forecast.tokens_per_second
 rate = rate or 1000.0  # where nobody knows the speed of your GPU
 print(f"{shape.name}, {recipe.method}, {forecast.gpu.name}: one card trains {rate:,.0f} tokens/s")
 

@@ -227,7 +227,7 @@ if compared:
 # %%
 forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
 shape, recipe = forecast.shape, forecast.recipe
-rate = compared.numbers["tokens_per_second"][0] if compared and lesson.gpu else forecast.tokens_per_second
+rate = compared.tokens_per_second["alone"] if compared and lesson.gpu else forecast.tokens_per_second
 rate = rate or 1000.0  # 不知道这块 GPU 的速度时
 print(f"{shape.name}, {recipe.method}, {forecast.gpu.name}：一张卡每秒训练 {rate:,.0f} 个 token")
 
