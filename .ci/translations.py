@@ -70,7 +70,7 @@ def fact_names(facts: dict[str, Any]) -> Iterator[str]:
 
 def texts_in_data() -> set[str]:
     """English texts that reach `tr` from elsewhere: from YAML files, or because facts.json has them in English."""
-    from nbutils import cli, compare, config, diagnose, display, doctor, hardware, parity, plan, platforms, served_model
+    from nbutils import cli, config, diagnose, display, doctor, hardware, parity, plan, platforms, served_model
     from nbutils.data import build
     from nbutils.data import texts as data_texts
     from nbutils.evaluation import comparison, evaluator
@@ -96,7 +96,8 @@ def texts_in_data() -> set[str]:
     texts -= {"", "GPU", "GiB", "tokens/s", "logits"}  # those are the same in Chinese
     texts |= {*get_args(data_texts.Kind), *data_texts.TODOS.values(), *build.LANGUAGES}
     texts |= {build.BUNDLED, build.OWN_LICENCE, build.UNSTATED, "rows"}
-    texts |= {"mean", "longest", "over"}
+    texts |= {"mean", "longest", "over", "what", "value", "why", "question", "expected", "before", "after"}
+    texts |= {"symptom", "cause", "to do"}
     judged = comparison.TEXTS
     texts |= {text for case in judged["cases"].values() for text in case.values() if text}
     texts |= {judged["few_rows"], judged["cut_off"], judged["slightly_worse"]}
@@ -107,7 +108,7 @@ def texts_in_data() -> set[str]:
     texts |= {*parity.NAMES.values(), parity.SENTENCE, parity.FAILURE}
     texts |= {parity.CHANGED, parity.PRICE, parity.SAME, parity.FAILS}
     texts |= {text for form in make.FORMATS.values() for text in (form.purpose, form.runs)}
-    texts |= {words for _, words in make.VERDICTS} | {"BROKEN", make.NOT_COMPARED, *compare.MEASURES}
+    texts |= {words for _, words in make.VERDICTS} | {"BROKEN", make.NOT_COMPARED}
     texts |= {*server.PHASES.values(), server.IMPORTING, served_model.NOTHING_STORED, served_model.ROUNDING}
     texts |= {row[name] for row in engine.TABLE["gpus"] for name in ("name", "reason")}
     texts |= {build["reason"] for build in engine.TABLE["builds"]} | {

@@ -22,8 +22,8 @@ DRAW_SECONDS = 0.05  # between two drawings of a growing answer; servers of note
 class Talk:
     """A conversation with one model on a server; the settings are max_tokens, temperature, ..."""
 
-    def __init__(self, name: str, client: OpenAI, model: str, *, opening: Sequence[Any] = (), **settings: Any) -> None:
-        self.name = name
+    def __init__(self, client: OpenAI, model: str, opening: Sequence[Any] = (), **settings: Any) -> None:
+        self.model = model
         self.client = client
         self.opening = opening
         self.settings = {"model": model, "stream": True, **settings}
@@ -64,12 +64,12 @@ class Talk:
 def chat(talk: Talk, examples: Sequence[str], live: bool = True) -> Box | None:
     """Print the examples with the model's answers; below them, where somebody watches, a box to type in.
 
-    Example: chat_widget.chat(chat_widget.Talk("model", client, "course"), ["Where is order 2041?"])
+    Example: chat_widget.chat(chat_widget.Talk(client, "course"), ["Where is order 2041?"])
     """
     for question in examples:
         answers = list(talk.stream(question)) or [""]
         print(f"{tr('you')}: {question}")
-        print(f"{talk.name}: {printable(answers[-1])}")
+        print(f"{talk.model}: {printable(answers[-1])}")
     talk.history.clear()
     if not live or not display.watched():
         return None
@@ -109,18 +109,17 @@ class Box:
             threading.Thread(target=self._answer, args=(text.strip(),), daemon=True).start()
 
     def _answer(self, text: str) -> None:
-        name = self.talk.name
         answer = ""
-        self.lines += [("you", text), (name, "…")]
+        self.lines += [("you", text), ("model", "…")]
         self._draw()
         try:
             for answer in self.talk.stream(text):
-                self.lines[-1] = (name, answer)
+                self.lines[-1] = ("model", answer)
                 if time.monotonic() - self.drawn > DRAW_SECONDS:
                     self._draw()
             if self.talk.stopped:
                 answer += tr(" [stopped]")
-            self.lines[-1] = (name, answer)
+            self.lines[-1] = ("model", answer)
         except Exception as problem:  # a thread has nobody to raise to: the box shows it
             self.lines[-1] = ("problem", f"{type(problem).__name__}: {problem} {tr('Is the server still running?')}")
         self._draw()
@@ -128,4 +127,4 @@ class Box:
 
     def _draw(self) -> None:
         self.drawn = time.monotonic()
-        self.dialogue.value = display.render("chat.html", name=self.talk.name, lines=self.lines)
+        self.dialogue.value = display.render("chat.html", name=self.talk.model, lines=self.lines)

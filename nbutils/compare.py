@@ -6,17 +6,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nbutils import display, platforms, record
 from nbutils.config import shown
 from nbutils.errors import CourseError
 from nbutils.evaluation.comparison import PANELS, SHOWN
 from nbutils.evaluation.scores import Estimate
-from nbutils.language import joined, tr
-from nbutils.models import find_shape
-from nbutils.plan.forecast import recipe_of
-from nbutils.plan.speed import RAM_LINK, sent_bytes
+from nbutils.language import tr
 from nbutils.record import Facts, RunFolder
 from nbutils.tracking import Log, loss_history, read_history, validation_history
 
@@ -65,7 +61,7 @@ def load(folder: Path, measured: Facts | None = None) -> Run:
     for name, value in (measured or {}).items():
         if value is not None:
             trained[name] = value
-    settings = trained.pop("settings", {})
+    settings = trained.get("settings", {})
     if settings:
         data = str(trained.get("data_fingerprint"))[:12]
         settings = {"profile": facts.profile, "data": data, **settings, "model": facts.model}
@@ -94,7 +90,7 @@ def plot(runs: Runs, path: Path | None = None) -> None:
     figure, axes = display.pyplot().subplots(figsize=(8, 4))
     for number, (name, run) in enumerate(runs.items()):
         color = f"C{number}"
-        axes.plot(*zip(*loss_history(run.history), strict=True), color=color, lw=1.2, alpha=0.4)
+        axes.plot(*zip(*loss_history(run.history), strict=True), color=color, alpha=0.4)
         axes.plot(*zip(*validation_history(run.history), strict=True), color=color, lw=2.6, label=name)
     axes.set(
         title=tr("Loss: light while training, bold on held-out rows"),
@@ -167,33 +163,13 @@ def beside(run: RunFolder, trained: Facts | None = None) -> Runs:
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """The same training with one process and with several."""
+    """The same training with one process and with several: what lesson 03 measured of each, and what that says."""
 
-    table: list[dict[str, Any]]
-    tokens_per_second: dict[str, float]  # alone and together
+    alone: Facts
+    together: Facts
+    times: float  # the tokens per second of one process
     difference: float  # the largest between two losses of the same step, relative to the loss
     same_work: bool  # equal steps over equally many rows, with equal losses
-
-    @property
-    def times(self) -> float:
-        """How many times the tokens per second of one process."""
-        return self.tokens_per_second["together"] / self.tokens_per_second["alone"]
-
-    def __str__(self) -> str:
-        speed = tr("{times:.2f} times the tokens per second", times=self.times)
-        difference = tr("losses differ by at most {most:.1e} of the loss", most=self.difference)
-        return f"{display.aligned(self.table)}\n{joined([speed, difference], ';')}"
-
-
-def _trained(run: Path) -> Facts:
-    """What lesson 03 recorded in a run folder."""
-    facts: Facts = record.read(run / "facts.json")["lessons"]["03_qlora"]
-    return facts
-
-
-def _losses(run: Path) -> dict[int, float]:
-    """The training losses of a run folder, by step."""
-    return dict(loss_history(read_history(run / "logs/history.json")))
 
 
 def speed_up(alone: Path, together: Path) -> SpeedUp:
@@ -201,58 +177,25 @@ def speed_up(alone: Path, together: Path) -> SpeedUp:
 
     Example: compare.speed_up(trials / "alone", trials / "together")
     """
-    single = _trained(alone)
-    several = _trained(together)
-    table = []
-    for name in ("processes", "steps", "batch", "tokens_per_second"):
-        table.append({"": tr(record.label(name)), "alone": single[name], "together": several[name]})
-    losses = _losses(alone)
-    others = _losses(together)
-    differences = []
-    for step in sorted(losses.keys() & others.keys()):
-        loss = losses[step]
-        table.append({"": tr("loss at step {step}", step=step), "alone": loss, "together": others[step]})
-        differences.append(abs(loss - others[step]) / (loss or 1e-6))
-    if not differences:
+    single = load(alone)
+    several = load(together)
+    losses = dict(loss_history(single.history))
+    others = dict(loss_history(several.history))
+    common = losses.keys() & others.keys()
+    if not common:
         raise CourseError(
             tr("{one} and {other} logged no step in common.", one=alone.name, other=together.name),
             todo=tr("Run the comparison again with a larger TRIAL_STEPS."),
         )
-    same_rows = single["steps"] == several["steps"] and single["batch"] == several["batch"]
+    difference = max(abs(losses[step] - others[step]) / (losses[step] or 1e-6) for step in common)
+    same_rows = all(single.trained[name] == several.trained[name] for name in ("steps", "batch"))
+    same_log = losses.keys() == others.keys()  # a loss that is not a number is not logged
     return SpeedUp(
-        table,
-        {"alone": single["tokens_per_second"], "together": several["tokens_per_second"]},
-        difference=max(differences),
-        same_work=same_rows and losses.keys() == others.keys() and max(differences) <= TOLERANCE,
-    )
-
-
-def against_arithmetic(alone: Path, together: Path, model: str, gbps: float = RAM_LINK / 1e9) -> str:
-    """A step of two run folders, beside what the plan says of processes that send so many GB/s.
-
-    Example: compare.against_arithmetic(trials / "alone", trials / "together", "Qwen3-4B-Instruct-2507")
-    """
-    try:
-        shape = find_shape(model)
-    except CourseError:
-        return tr("No prediction: the shape of {model} is not known.", model=model)
-    single = _trained(alone)
-    several = _trained(together)
-    recipe = recipe_of(several)
-    share = several["batch"] / several["processes"] / single["batch"]  # of the rows that one process had
-    step = single["train_seconds"] / single["steps"]
-    computing = step * share
-    sending = sent_bytes(shape, recipe) / (gbps * 1e9)
-    return tr(
-        "a step of one process takes {alone:.3f} s; of {processes}, each computes {computing:.3f} s and sends "
-        "{sending:.3f} s at {gbps:g} GB/s: {predicted:.3f} s predicted, {measured:.3f} s measured",
-        alone=step,
-        processes=recipe.cards,
-        computing=computing,
-        sending=sending,
-        gbps=gbps,
-        predicted=computing + sending,
-        measured=several["train_seconds"] / several["steps"],
+        single.trained,
+        several.trained,
+        times=several.trained["tokens_per_second"] / single.trained["tokens_per_second"],
+        difference=difference,
+        same_work=same_rows and same_log and difference <= TOLERANCE,
     )
 
 
@@ -260,8 +203,10 @@ def speed_up_facts(compared: SpeedUp | None) -> Facts:
     """A comparison for facts.json; None keeps what an earlier run measured."""
     if compared is None:
         return {"speedup": None, "tokens_per_second": None, "loss_difference": None}
+    alone = compared.alone["tokens_per_second"]
+    together = compared.together["tokens_per_second"]
     return {
         "speedup": round(compared.times, 3),
-        "tokens_per_second": compared.tokens_per_second,
+        "tokens_per_second": {"alone": alone, "together": together},
         "loss_difference": compared.difference,
     }

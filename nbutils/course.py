@@ -37,10 +37,8 @@ def split_parameters(given: dict[str, str], stems: Sequence[str]) -> dict[str, F
     for stem in stems:
         types = lesson.declared_in(NOTEBOOKS / f"{stem}.py")
         known |= types
-        by_lesson[stem] = {}
-        for name, text in given.items():
-            if name in types:
-                by_lesson[stem][name] = lesson.parse(name, text, types[name])
+        own = [name for name in given if name in types]
+        by_lesson[stem] = {name: lesson.parse(name, given[name], types[name]) for name in own}
     lesson.refuse_unknown(given, known)
     return by_lesson
 

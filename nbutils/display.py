@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import math
-import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils.config import shown
-from nbutils.errors import CourseError
-from nbutils.files import read_json
+from nbutils.files import read_json, replacement
 from nbutils.language import joined, language, printable, tr
 from nbutils.platforms import detect, in_kernel
 
@@ -25,35 +23,29 @@ WRAPPED_WIDTH = 110  # of a line of prose
 LIVE_LINE = re.compile(r"\[WARN\]|[^:]* · ")  # of a training, in any language
 FONT = "fonts/NotoSansSC-Regular.ttf"  # in the package zhplot: matplotlib's own font has no Chinese
 CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curves.py
-PIECE = re.compile(r"(?:[\u2e80-\uffef]|[^\s\u2e80-\uffef]+)[，。：；、）》”]*|\s+")  # lines break between two of them
 Losses = Sequence[tuple[int, float]]  # step and loss
 Row = Mapping[str, Any]  # of a table: its cells by heading
 
 
 def width(text: str) -> int:
     """The columns a text takes in a terminal: a Chinese character takes two."""
-    from wcwidth import wcswidth  # the export environment has none, and shows no columns
+    import wcwidth  # the export environment has none, and shows no columns
 
-    columns = wcswidth(text)
-    return columns if columns >= 0 else len(text)  # control characters have no width
+    return wcwidth.width(text)
 
 
 def pad(text: str, columns: int) -> str:
     """A text with spaces up to so many columns."""
-    return text + " " * (columns - width(text))
+    import wcwidth
+
+    return wcwidth.ljust(text, columns)
 
 
 def wrap(text: str, columns: int = WRAPPED_WIDTH) -> list[str]:
-    """A text in lines of so many columns, broken at spaces and between Chinese characters."""
-    lines = [""]
-    for piece in PIECE.findall(text):
-        parts = piece if width(piece) > columns else [piece]  # a word longer than a line is broken anywhere
-        for part in parts:
-            if width(lines[-1] + part) > columns:
-                lines.append("")
-            if lines[-1] or not part.isspace():
-                lines[-1] += part
-    return [line.rstrip() for line in lines if line]
+    """A text in lines of so many columns."""
+    import wcwidth
+
+    return wcwidth.wrap(text, columns, break_on_hyphens=False)
 
 
 def render(template: str, **values: Any) -> str:
@@ -177,13 +169,7 @@ def _plot_panels(panels: Mapping[str, Row], path: Path | None) -> None:
         axes.set_title(title, fontsize=10)
         axes.plot(*zip(*curves["train"], strict=True), label=tr("training"))
         if validation := curves.get("validation"):
-            step, loss = min(validation, key=lambda point: point[1])
-            label = tr("validation, best: {loss:.3f} at step {step}", loss=loss, step=step)
-            axes.plot(
-                *zip(*validation, strict=True),
-                "o-",
-                label=label,
-            )
+            axes.plot(*zip(*validation, strict=True), "o-", label=tr("validation"))
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
@@ -191,17 +177,13 @@ def _plot_panels(panels: Mapping[str, Row], path: Path | None) -> None:
 
 
 def show_figure(figure: Any, path: Path | None = None) -> None:
-    """Show a figure in a notebook, and save it to `path` if one is given; only figures of ours are overwritten."""
+    """Show a figure in a notebook, and save it to `path` if one is given."""
     import matplotlib.pyplot as plt
 
     if path:
-        if os.path.lexists(path) and (path.is_symlink() or b"Matplotlib" not in path.read_bytes()[:1000]):
-            raise CourseError(
-                tr("{path} exists, and is not a plot of this course.", path=path),
-                todo=tr("Move it away, or name another file."),
-            )
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120, format="png")
+        with replacement(path) as file:  # a link of that name is replaced, not followed
+            figure.savefig(file, dpi=120, format="png")
     if in_kernel():
         plt.show()
     plt.close(figure)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from urllib.parse import urlsplit
 
 from nbutils import disk, display, hardware, install, platforms, record
 from nbutils.errors import CourseError
@@ -18,7 +16,7 @@ from nbutils.record import Facts
 ROOMS = ("work", "scratch", "keep")
 KEEP_LASTS = "keep lasts"
 MODEL_HUB = "model hub"
-LABELS = (*ROOMS, KEEP_LASTS, MODEL_HUB, "platform", "system", "processors", "memory", "time", "precision", "packages")
+LABELS = (*ROOMS, KEEP_LASTS, MODEL_HUB, "platform", "system", "memory", "time", "precision", "packages")
 
 
 @dataclass
@@ -78,13 +76,12 @@ class Report:
 
     def facts(self) -> Facts:
         """What goes into the facts.json of a lesson."""
-        return {
-            "precision": self.values["precision"],
-            "keep_lasts": self.values["keep_lasts"],
-            "limits": self.values["limits"],
+        facts = {name: self.values[name] for name in ("precision", "keep_lasts", "limits")}
+        warnings = [check.name for check in self.checks if check.todo]
+        return facts | {
             "device_works": not {"torch", "GPU"} & set(self.failures),
             "free_gib": round(self.values["room"]["keep"]["free_gib"], 1),
-            "warnings": "; ".join(check.name for check in self.checks if check.todo) or "none",
+            "warnings": "; ".join(warnings) or "none",
         }
 
     def as_dict(self) -> Facts:
@@ -118,9 +115,11 @@ def _values(platform: Platform, folders: Folders) -> Facts:
         gpu = hardware.gpu()
     except Exception:  # no torch, or a driver that fails: its check says so
         gpu = None
+    places = {"inputs": str(folders.inputs) if folders.inputs else None}
     room = {}
     for name in ROOMS:
         folder = getattr(folders, name)
+        places[name] = str(folder)
         room[name] = {"free_gib": round(disk.free_gib(folder), 2), "free_inodes": disk.free_inodes(folder)}
     return {
         "platform": asdict(platform),
@@ -128,12 +127,7 @@ def _values(platform: Platform, folders: Folders) -> Facts:
         "keep_lasts": folders.lasting,
         "precision": hardware.dtype(gpu).value,
         "versions": {"python": sys.version.split()[0]} | record.versions(),
-        "folders": {
-            "work": str(folders.work),
-            "scratch": str(folders.scratch),
-            "keep": str(folders.keep),
-            "inputs": str(folders.inputs) if folders.inputs else None,
-        },
+        "folders": places,
         "room": room,
         "limits": {
             "hours": platform.entry.hours or None,
@@ -164,16 +158,10 @@ def check_machine(platform: Platform, folders: Folders) -> Iterator[Check]:
                 "make gcc python3-venv; 3. git clone ADDRESS, cd into it, make course"
             ),
         )
-    processors = platforms.processors()
-    count = round(processors.value, 2)
-    yield Check("processors", tr("{count:g} (read from {source})", count=count, source=processors.source))
     memory = platforms.memory_gib()
     todo = tr("prepare data here; to train, start a machine with a GPU and at least 8 GiB of memory")
-    yield Check(
-        "memory",
-        tr("{size:.1f} GiB (read from {source})", size=memory.value, source=memory.source),
-        todo if memory.value < 4 else "",
-    )
+    seen = tr("{size:.1f} GiB, {count:g} processors", size=memory.value, count=round(platforms.processors().value, 2))
+    yield Check("memory", seen, todo if memory.value < 4 else "")
     left = _hours_left(platform)
     if left is not None:
         todo = tr("start a new machine before a long training; a run that began here is continued there")
@@ -259,36 +247,24 @@ def _without_gpu(platform: Platform, torch_version: str) -> Check:
 
 
 def check_packages(platform: Platform, folders: Folders) -> Iterator[Check]:
-    """What the lessons need, and what conflicts with it."""
+    """What the lessons need."""
     missing = install.unsatisfied(install.requirements("train"))
-    blockers = [f"{name}{versions}" for name, versions in install.BLOCKERS.items()]
-    blocking = [blocker for blocker in blockers if not install.unsatisfied([blocker])]
     todo = tr("`python -m nbutils install`, or the first cells of any lesson: both leave torch as it is")
-    yield Check(
-        "packages",
-        tr(
-            "missing: {missing}; conflicting: {blocking}",
-            missing=", ".join(missing) or tr("none"),
-            blocking=", ".join(blocking) or tr("none"),
-        ),
-        todo if missing or blocking else "",
-    )
+    seen = tr("missing: {missing}", missing=", ".join(missing) or tr("none"))
+    yield Check("packages", seen, todo if missing else "")
 
 
 def check_hub(platform: Platform, folders: Folders) -> Iterator[Check]:
-    """Whether models can be downloaded: the hub, in China also its mirrors, or whatever HF_ENDPOINT names."""
+    """Whether models can be downloaded: from the hub, its mirrors, or what HF_ENDPOINT or NBUTILS_MIRROR names."""
     if network.offline():
         yield Check(MODEL_HUB, tr("not asked: HF_HUB_OFFLINE is set, so only models on this machine are used"))
         return
-    urls = list(network.SOURCES.values()) if platform.entry.china else [network.HUB]
-    if own := os.environ.get("HF_ENDPOINT"):
-        urls = [own]
-    hosts = {urlsplit(url).hostname or "HF_ENDPOINT": url for url in urls}  # without a password
-    seconds = network.measure(hosts, network.SECONDS)
+    urls = network.sources() or network.SOURCES
+    seconds = network.measure(urls, network.SECONDS)
     answers = []
-    for host in hosts:
-        time = f"{seconds[host]:.1f} s" if host in seconds else tr("does not answer")
-        answers.append(f"{host} {time}")
+    for name in urls:
+        time = f"{seconds[name]:.1f} s" if name in seconds else tr("does not answer")
+        answers.append(f"{name} {time}")
     yield Check(MODEL_HUB, joined(answers), "" if seconds else platform.entry.hub_todo)
 
 

@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from nbutils import checkpoints, display, distributed, hardware, install, notices, platforms, profiles, record
 from nbutils.config import Overrides, flat, settings_in, settings_text
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, Unfinished
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
 from nbutils.hardware import GPU
 from nbutils.language import joined, language, print_whatever, tr
@@ -39,7 +39,12 @@ OF_AN_ADAPTER = ("04_merge", "05_serve", "08_export", "09_benchmark")  # what th
 LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark")  # their processes may use every GPU
 TRY_NO_GPU = ("06_scale_out", "99_when_it_breaks")  # its processes try their own; a broken one is what it is for
 LARGEST_ON_CPU = 1  # billions of parameters that a profile without a GPU begins to train
-RUN_NAME = re.compile(r"\w[\w.-]{0,79}")
+LIMITS = {  # of parameters of a type, or of one by name
+    int: Field(ge=0, le=2**32 - 1),
+    float: Field(ge=0, le=2**32 - 1),
+    "RUN_NAME": Field(pattern=r"^(\w[\w.-]{0,79})?$"),  # a folder
+    "RESUME": Field(pattern=r"^(auto|never|\d+)$"),
+}
 TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
 Types = Mapping[str, type]  # of parameters, by name
 
@@ -56,7 +61,7 @@ class RunParameters(BaseModel, alias_generator=str.upper):
     save_steps: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Machine:
     """Where a lesson runs."""
 
@@ -66,14 +71,11 @@ class Machine:
 
 
 @dataclass
-class Lesson:
+class Lesson(Machine):
     """A lesson that was started by `begin`."""
 
     stem: str
     parameters: Facts
-    platform: Platform
-    folders: Folders
-    gpu: GPU | None
     resolved: Resolved
     run: RunFolder
     started: float
@@ -113,9 +115,10 @@ class Lesson:
         if distributed.is_main() and self.parameters.get("RESUME") != "never":
             newest = checkpoints.newest(self.folders, self.run.name)
         newest = distributed.broadcast(newest)
-        if newest is None:
-            return profiles.fit(self.resolved, rows)
-        return profiles.fit(profiles.keep_begun(self.resolved, newest.fingerprint, newest.validation_rows), rows)
+        resolved = self.resolved
+        if newest:
+            resolved = profiles.keep_begun(resolved, newest.fingerprint, newest.validation_rows)
+        return profiles.fit(resolved, rows)
 
     def require(self, stem: str) -> None:
         """Make sure that an earlier lesson's result is in the run folder; if it is not, run that lesson now.
@@ -219,7 +222,8 @@ def _summary(entry: Facts) -> str:
         parts.append(tr("validation loss {loss:.3g}", loss=best))
     evaluation = entry.get("evaluation", {})
     if "verdict" in evaluation:
-        parts.append(record.outcome(evaluation))
+        general = evaluation.get("general", {})
+        parts.append(record.outcome(evaluation["verdict"], general.get("verdict", "")))
     return joined(parts) or display.clock(entry["seconds"])
 
 
@@ -227,7 +231,7 @@ def require_trained(run: RunFolder) -> None:
     """Refuse the adapter of a training that has not ended, or of other rows than those of the run."""
     trained = record.load(run.facts).lessons.trained
     if not trained.ended:
-        raise CourseError(
+        raise Unfinished(
             tr(
                 "The training of this run has ended at step {step} of {steps}.",
                 step=trained.steps,
@@ -283,7 +287,7 @@ def begin(stem: str, namespace: Facts) -> Lesson:
     if distributed.strategy():
         strategy = distributed.strategy_name(str(resolved.profile.method))
         print(tr("engine    {engine}, processes: {count}", engine=strategy, count=distributed.world_size()))
-    return Lesson(stem, values, **vars(machine), resolved=resolved, run=run, started=started, work=work)
+    return Lesson(**vars(machine), stem=stem, parameters=values, resolved=resolved, run=run, started=started, work=work)
 
 
 def collect(stem: str, namespace: Facts) -> Facts:
@@ -296,7 +300,7 @@ def collect(stem: str, namespace: Facts) -> Facts:
     values = {}
     for name, kind in types.items():
         if name in namespace:
-            values[name] = parse(name, namespace[name], kind, strict=True)
+            values[name] = parse(name, namespace[name], kind)
     namespace.update(values)
     return values
 
@@ -331,17 +335,17 @@ def declared_in(source: Path) -> dict[str, type]:
     return types
 
 
-def parse(name: str, value: Any, kind: type, strict: bool = False) -> Any:
-    """A parameter as its declared type: text from a command line, or with `strict` the value in a cell."""
+def parse(name: str, value: Any, kind: type) -> Any:
+    """A parameter as its declared type, from a cell or a command line."""
     if kind is str and type(value) in (int, float):
-        return str(value)  # papermill's -p makes a number of RUN_NAME 2024
-    bounded: Any = Annotated[kind, Field(ge=0, le=2**32 - 1)] if kind in (int, float) else kind
+        value = str(value)  # papermill's -p makes a number of RUN_NAME 2024
+    limited: Any = Annotated[kind, LIMITS.get(name) or LIMITS.get(kind)]
     try:
-        return TypeAdapter(bounded).validate_python(value, strict=strict)
+        return TypeAdapter(limited).validate_python(value)
     except ValidationError as problem:
+        reason = problem.errors()[0]["msg"]
         raise CourseError(
-            tr("Parameter {name} is {value!r}.", name=name, value=value),
-            allowed=tr("a value of type {type} (numbers: from 0 to 4294967295)", type=kind.__name__),
+            tr("Parameter {name} is {value!r}. {reason}.", name=name, value=value, reason=reason),
             todo=tr("Correct {name} in the parameters cell, or after -p {name}.", name=name),
         ) from problem
 
@@ -353,7 +357,7 @@ def refuse_unknown(names: Iterable[str], types: Types) -> None:
             near = difflib.get_close_matches(name.upper(), types, n=1)
             raise CourseError(
                 tr("Unknown parameter {name}.", name=name),
-                allowed=", ".join(f"{known} ({kind.__name__})" for known, kind in types.items()),
+                allowed=", ".join(types),
                 todo=tr("Did you mean {name}?", name=near[0]) if near else "",
             )
 
@@ -365,7 +369,8 @@ def find_machine(parameters: RunParameters, try_gpu: bool = True) -> Machine:
     if gpu is None:  # nothing is compiled for a CPU, and bitsandbytes would import torch's compiler: two seconds
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     print(tr("platform  {name} ({evidence})", name=platform.name, evidence=tr(platform.evidence)))
-    for line in platforms.prepare_network(platform, probe=gpu is not None or not _is_bundled(parameters)):
+    is_bundled = parameters.profile in ("auto", "tiny") and not parameters.model  # `auto` takes it without a GPU
+    for line in platforms.prepare_network(platform, probe=gpu is not None or not is_bundled):
         print(line)
     if platform.name == "colab":
         print(tr("drive     {told}", told=platforms.mount_drive(platform)))
@@ -386,16 +391,8 @@ def find_machine(parameters: RunParameters, try_gpu: bool = True) -> Machine:
     return Machine(platform, folders, gpu)
 
 
-def _is_bundled(parameters: RunParameters) -> bool:
-    """Whether the model comes with the course; `auto` takes that one where there is no GPU."""
-    if parameters.model or parameters.profile == "auto":
-        return profiles.is_tiny(parameters.model or "tiny")
-    return profiles.is_tiny(profiles.load(parameters.profile).model)
-
-
 def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Resolved]:
     """The run folder and the resolved profile; an existing run keeps the profile and SET it started with."""
-    _require_valid(parameters)
     folders = machine.folders
     make_folder(folders.keep, tr("runs"))
     make_folder(folders.scratch, tr("scratch files"))
@@ -439,40 +436,21 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
     return run, resolved
 
 
-def _require_valid(parameters: RunParameters) -> None:
-    """Refuse a RESUME or a RUN_NAME that cannot be meant."""
-    resume = parameters.resume
-    if resume not in ("auto", "never") and not resume.isdecimal():
-        raise CourseError(
-            tr("RESUME is {value!r}.", value=resume),
-            allowed=tr(
-                "'auto' (the newest checkpoint that verifies), 'never' (start over), or the step of a checkpoint"
-            ),
-            todo=tr("Set RESUME to one of them."),
-        )
-    name = parameters.run_name
-    if name and not RUN_NAME.fullmatch(name):
-        raise CourseError(
-            tr("RUN_NAME is {value!r}.", value=name),
-            allowed=tr("up to 80 letters, digits, '.', '_' and '-', the first a letter or digit"),
-            todo=tr("Choose such a name, or leave it empty to name the run after its profile."),
-        )
-
-
 def unfinished_run(keep: Path) -> str:
     """The newest run that `auto` began here for a GPU and did not finish, whatever GPU is here today; "" if none."""
     for run in record.runs(keep).values():
         with suppress(CourseError):  # an invalid facts.json
             facts = record.load(run.facts)
             trained = facts.lessons.trained
-            finished = 0 < trained.planned_steps <= trained.steps
+            finished = trained.planned_steps and trained.ended
             has_checkpoint = any(run.checkpoints.glob("checkpoint-*.json"))
             if facts.by_auto and facts.profile != "tiny" and has_checkpoint and not finished:
-                text = tr(
-                    "run {run} was begun here and is not finished: it goes on. PROFILE or RUN_NAME begins another.",
-                    run=run.name,
+                print(
+                    tr(
+                        "run {run} was begun here and is not finished: it goes on. PROFILE or RUN_NAME begins another.",
+                        run=run.name,
+                    )
                 )
-                print(text)
                 return run.name
     return ""
 
@@ -520,10 +498,9 @@ def _kept_settings(parameters: RunParameters, run: RunFolder) -> Facts:
 def _overrides(parameters: RunParameters, run: RunFolder) -> Overrides:
     """What replaces values of the profile, and why; MAX_STEPS and SAVE_STEPS win over SET."""
     values = {field: (value, tr("SET of this run")) for field, value in _kept_settings(parameters, run).items()}
-    if parameters.max_steps:
-        values["sft.max_steps"] = (parameters.max_steps, tr("parameter {name}", name="MAX_STEPS"))
-    if parameters.save_steps:
-        values["sft.save_steps"] = (parameters.save_steps, tr("parameter {name}", name="SAVE_STEPS"))
+    for name in ("max_steps", "save_steps"):
+        if steps := getattr(parameters, name):
+            values[f"sft.{name}"] = (steps, tr("parameter {name}", name=name.upper()))
     return values
 
 

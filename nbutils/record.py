@@ -50,21 +50,14 @@ class Recorded(BaseModel, strict=True, extra="allow"):
 
 
 class TrainingFacts(Recorded):
-    """What lesson 03 measured; None: not measured."""
+    """What lesson 03 measured, as far as it decides something; None: not measured."""
 
     steps: Count = 0
     planned_steps: Count = 0
     examples: Count = 0
     rows_left_out: Count = 0
     skipped_steps: Count | None = None
-    trained_tokens: Count | None = None
-    train_seconds: float | None = None
-    final_loss: float | None = None
-    validation_loss: dict[str, float | None] | None = None
-    best_step: Count | None = None
-    cost: dict[str, float] | None = None
     oom_rungs: list[Any] | None = None
-    data_fingerprint: str | None = None
     settings: Facts = {}
 
     @property

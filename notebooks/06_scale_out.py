@@ -240,7 +240,11 @@ from nbutils import compare
 
 compared = compare.speed_up(trials / "alone", trials / "together") if possible else None
 if compared:
-    print(compared)
+    table = []
+    for name in ("processes", "steps", "batch", "tokens_per_second", "final_loss"):
+        table.append({"": name, "alone": compared.alone[name], "together": compared.together[name]})
+    print(display.aligned(table))
+    print(f"{compared.times:.2f} times the tokens per second; losses differ by at most {compared.difference:.1e} of the loss")
     print(f"[{' OK ' if compared.same_work else 'WARN'}] equal steps, equal batch, losses within 1 %")
 
 # %% [markdown]
@@ -252,7 +256,7 @@ if compared:
 # %%
 forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
 shape, recipe = forecast.shape, forecast.recipe
-rate = compared.tokens_per_second["alone"] if compared and lesson.gpu else forecast.tokens_per_second
+rate = compared.alone["tokens_per_second"] if compared and lesson.gpu else forecast.tokens_per_second
 rate = rate or 1000.0  # where nobody knows the speed of your GPU
 print(f"{shape.name}, {recipe.method}, {forecast.gpu.name}: one card trains {rate:,.0f} tokens/s")
 
@@ -338,8 +342,16 @@ print(display.aligned(table))
 # expect it: two processes share cores and memory bandwidth, and with so small a model most of a step is no computing.
 
 # %%
+from nbutils.plan.forecast import recipe_of
+
 if compared:
-    print(compare.against_arithmetic(trials / "alone", trials / "together", lesson.model))
+    single, several = compared.alone, compared.together
+    step = single["train_seconds"] / single["steps"]
+    computing = step * several["batch"] / several["processes"] / single["batch"]
+    sending = speed.sent_bytes(find_shape(lesson.model), recipe_of(several)) / 12e9
+    measured = several["train_seconds"] / several["steps"]
+    print(f"a step of one process takes {step:.3f} s; of {several['processes']}, each computes {computing:.3f} s and sends "
+          f"{sending:.3f} s at 12 GB/s: {computing + sending:.3f} s predicted, {measured:.3f} s measured")
 
 # %% [markdown]
 # What was measured so far: two processes on *one* H200, which send over the machine's loopback device, 1.8 GB/s

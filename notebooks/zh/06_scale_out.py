@@ -216,7 +216,11 @@ from nbutils import compare
 
 compared = compare.speed_up(trials / "alone", trials / "together") if possible else None
 if compared:
-    print(compared)
+    table = []
+    for name in ("processes", "steps", "batch", "tokens_per_second", "final_loss"):
+        table.append({"": name, "alone": compared.alone[name], "together": compared.together[name]})
+    print(display.aligned(table))
+    print(f"每秒 token 数是单进程的 {compared.times:.2f} 倍；损失最多相差 {compared.difference:.1e}")
     print(f"[{' OK ' if compared.same_work else 'WARN'}] 步数相同，批大小相同，损失相差不超过 1 %")
 
 # %% [markdown]
@@ -227,7 +231,7 @@ if compared:
 # %%
 forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
 shape, recipe = forecast.shape, forecast.recipe
-rate = compared.tokens_per_second["alone"] if compared and lesson.gpu else forecast.tokens_per_second
+rate = compared.alone["tokens_per_second"] if compared and lesson.gpu else forecast.tokens_per_second
 rate = rate or 1000.0  # 不知道这块 GPU 的速度时
 print(f"{shape.name}, {recipe.method}, {forecast.gpu.name}：一张卡每秒训练 {rate:,.0f} 个 token")
 
@@ -303,8 +307,16 @@ print(display.aligned(table))
 # 算得准不准？拿自己的比较来检验：N 个进程各算单个进程的 N 分之一，再走 PCIe 通信。在两块 GPU 上，`TRIAL_STEPS` 够大时两个数应该接近：头几步会慢一些，验证的时间也算在里面。如果实测一直长得多，可能是卡之间到不了 12 GB/s。在 CPU 上对不上很正常：两个进程共用 CPU 核和内存带宽，而且模型这么小，一步里大部分时间不在计算。
 
 # %%
+from nbutils.plan.forecast import recipe_of
+
 if compared:
-    print(compare.against_arithmetic(trials / "alone", trials / "together", lesson.model))
+    single, several = compared.alone, compared.together
+    step = single["train_seconds"] / single["steps"]
+    computing = step * several["batch"] / several["processes"] / single["batch"]
+    sending = speed.sent_bytes(find_shape(lesson.model), recipe_of(several)) / 12e9
+    measured = several["train_seconds"] / several["steps"]
+    print(f"单个进程一步 {step:.3f} 秒；{several['processes']} 个进程各算 {computing:.3f} 秒，按 12 GB/s 通信 {sending:.3f} 秒："
+          f"预测 {computing + sending:.3f} 秒，实测 {measured:.3f} 秒")
 
 # %% [markdown]
 # 目前测过的是：两个进程放在*一块* H200 上，通过本机的回环设备通信，1.8 GB/s（`benchmarks/scale_out.py`，结果在 `benchmarks/results`）。模型是 Qwen2.5-7B 的结构、4 bit，一步 2 条 8,192 个 token 的样本：
