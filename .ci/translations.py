@@ -70,7 +70,7 @@ def fact_names(facts: dict[str, Any]) -> Iterator[str]:
 
 def texts_in_data() -> set[str]:
     """English texts that reach `tr` from elsewhere: from YAML files, or because facts.json has them in English."""
-    from nbutils import cli, config, diagnose, display, doctor, hardware, parity, plan, platforms, served_model
+    from nbutils import cli, config, diagnose, display, hardware, parity, plan, platforms, served_model
     from nbutils.data import build
     from nbutils.data import texts as data_texts
     from nbutils.evaluation import comparison, evaluator
@@ -97,7 +97,7 @@ def texts_in_data() -> set[str]:
     texts |= {*get_args(data_texts.Kind), *data_texts.TODOS.values(), *build.LANGUAGES}
     texts |= {build.BUNDLED, build.OWN_LICENCE, build.UNSTATED, "rows"}
     texts |= {"mean", "longest", "over", "what", "value", "why", "question", "expected", "before", "after"}
-    texts |= {"symptom", "cause", "to do"}
+    texts |= {"symptom", "cause", "todo"}
     judged = comparison.TEXTS
     texts |= {text for case in judged["cases"].values() for text in case.values() if text}
     texts |= {judged["few_rows"], judged["cut_off"], judged["slightly_worse"]}
@@ -115,7 +115,8 @@ def texts_in_data() -> set[str]:
         text for text in engine.TABLE["reserved_flags"].values() if not text.startswith("Server(")
     }
     texts |= set(help_texts(cli.app)) | set(fact_names(read_json(ROOT / "tests/contracts.json")["facts"]["lessons"]))
-    texts |= {name.replace("_", " ") for name in read_json(display.CURVES)} | {"Loss", *doctor.LABELS}
+    texts |= {name.replace("_", " ") for name in read_json(display.CURVES)} | {"Loss"}
+    texts |= {"work", "scratch", "keep", "keep lasts", "model hub", "platform", "system", "memory", "time", "packages"}
     return texts | {"NBUTILS_PLATFORM is set", "nothing of a known platform is here"}
 
 

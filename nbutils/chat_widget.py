@@ -61,15 +61,14 @@ class Talk:
                 connection.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
 
-def chat(talk: Talk, examples: Sequence[str], live: bool = True) -> Box | None:
-    """Print the examples with the model's answers; below them, where somebody watches, a box to type in.
+def chat(talk: Talk, example: str, live: bool = True) -> Box | None:
+    """Print an example with the model's answer; below it, where somebody watches, a box to type in.
 
-    Example: chat_widget.chat(chat_widget.Talk(client, "course"), ["Where is order 2041?"])
+    Example: chat_widget.chat(chat_widget.Talk(client, "course"), "Where is order 2041?")
     """
-    for question in examples:
-        answers = list(talk.stream(question)) or [""]
-        print(f"{tr('you')}: {question}")
-        print(f"{talk.model}: {printable(answers[-1])}")
+    answers = list(talk.stream(example)) or [""]
+    print(f"{tr('you')}: {example}")
+    print(f"{talk.model}: {printable(answers[-1])}")
     talk.history.clear()
     if not live or not display.watched():
         return None

@@ -47,9 +47,9 @@ class CourseGroup(click.Group):
         except BrokenPipeError:  # whoever read it, as `head` or a pager, has ended: click ends quietly
             raise
         except (CourseError, OSError) as error:
-            failure = error if isinstance(error, CourseError) else CourseError(str(error))
+            failure = error if isinstance(error, CourseError) else CourseError(str(error), todo="")
             if as_json:
-                _print_json({"error": {"seen": failure.seen, "allowed": failure.allowed, "todo": failure.todo}})
+                _print_json({"error": vars(failure)})
             print(f"\n[FAIL] {failure}", file=sys.stderr)
         sys.exit(1)
 
@@ -76,10 +76,19 @@ def app() -> None:
 @option("--only", multiple=True, help="A lesson, as 03 or 03_qlora; may be given several times.")
 @option("-p", "--parameter", multiple=True, nargs=2, metavar="NAME VALUE", help="A parameter of the lessons.")
 @set_option
-def run(profile: str, only: Words, parameter: tuple[tuple[str, str], ...], given: Words) -> None:
+def run(
+    profile: str,
+    only: Words,
+    parameter: tuple[tuple[str, str], ...],
+    given: Words,
+) -> None:
     """Run lessons 01-05 (or those named) headless and print where the results are."""
-    options = {"PROFILE": profile, "SET": ", ".join(given)}
-    folder = course.run(course.select(only), dict(parameter) | {name: text for name, text in options.items() if text})
+    parameters = dict(parameter)
+    if profile:
+        parameters["PROFILE"] = profile
+    if given:
+        parameters["SET"] = ", ".join(given)
+    folder = course.run(course.select(only), parameters)
     print(f"\n{course.summary(folder)}")
 
 
@@ -91,7 +100,7 @@ def compare_runs(runs: Words, out: Path | None, as_json: bool) -> None:
     """Show RUNS (names, or paths of run folders) side by side: settings that differ, losses, scores, verdict."""
     from nbutils import compare
 
-    by_name = compare.of_names(runs)
+    by_name = {name: compare.load(record.find(name)) for name in runs}
     if as_json:
         values = {name: asdict(run) for name, run in by_name.items()}
         _print_json({"differing": compare.differing(by_name), "runs": values})
@@ -160,11 +169,10 @@ def find_causes(run: str, error: IO[bytes] | None) -> None:
     if not run and not error:
         raise click.UsageError(tr("name a RUN, or give an error message with --error FILE"))
     if error:
-        diagnose.show_causes(diagnose.read_log(error))
+        diagnose.show(diagnose.explain(diagnose.read_log(error)))
     if run:
-        folder = record.find(run)
-        print(tr("run {folder}:", folder=folder.path))
-        diagnose.show(diagnose.examine(diagnose.Trained.of(folder)))
+        trained = diagnose.Trained.of(record.find(run))
+        diagnose.show(diagnose.examine(trained))
 
 
 @app.group("checkpoints")

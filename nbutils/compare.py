@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nbutils import display, platforms, record
 from nbutils.config import shown
@@ -35,11 +36,10 @@ MEASURES = (  # facts of lesson 03 in the table
 class Run:
     """What a run folder says of its run; empty: not recorded."""
 
-    folder: str
     model: str
     settings: Facts  # profile, model, data, and the values of the profile
     trained: Facts  # the `TrainingFacts` of lesson 03
-    scores: dict[str, dict[str, float | None]]  # of the merged model: mean, low and high
+    scores: dict[str, dict[str, Any]]  # of the merged model: mean, low and high
     verdict: str
     general: str  # the verdict on general knowledge
     history: Log
@@ -48,26 +48,16 @@ class Run:
 Runs = dict[str, Run]  # by name
 
 
-def of_names(names: Sequence[str]) -> Runs:
-    """Runs by name, or by the path of their folders."""
-    return {name: load(record.find(name).path) for name in names}
-
-
-def load(folder: Path, measured: Facts | None = None) -> Run:
-    """Read a run folder; `measured`, what lesson 03 is about to record, takes the place of what is there."""
-    run = RunFolder(folder)
+def load(run: RunFolder) -> Run:
+    """What a run folder says."""
     facts = record.load(run.facts)
     trained = facts.lessons.trained.model_dump(exclude_unset=True)
-    for name, value in (measured or {}).items():
-        if value is not None:
-            trained[name] = value
     settings = trained.get("settings", {})
     if settings:
         data = str(trained.get("data_fingerprint"))[:12]
         settings = {"profile": facts.profile, "data": data, **settings, "model": facts.model}
     evaluation = record.Evaluation() if run.merge_is_outdated else facts.lessons.merged.evaluation
     return Run(
-        folder=str(folder),
         model=facts.model,
         settings=settings,
         trained=trained,
@@ -86,20 +76,12 @@ def differing(runs: Runs) -> list[str]:
 
 
 def plot(runs: Runs, path: Path | None = None) -> None:
-    """The loss curves, one color for each run: light while training, bold on held-out rows."""
-    figure, axes = display.pyplot().subplots(figsize=(8, 4))
-    for number, (name, run) in enumerate(runs.items()):
-        color = f"C{number}"
-        axes.plot(*zip(*loss_history(run.history), strict=True), color=color, alpha=0.4)
-        axes.plot(*zip(*validation_history(run.history), strict=True), color=color, lw=2.6, label=name)
-    axes.set(
-        title=tr("Loss: light while training, bold on held-out rows"),
-        xlabel=tr("step"),
-        ylabel=tr("loss"),
-    )
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    display.show_figure(figure, path)
+    """The loss curves, while training and on held-out rows."""
+    panels = {
+        tr("training"): {name: loss_history(run.history) for name, run in runs.items()},
+        tr("validation"): {name: validation_history(run.history) for name, run in runs.items()},
+    }
+    display.plot_panels(panels, path)
 
 
 def show(runs: Runs) -> None:
@@ -147,12 +129,15 @@ def beside(run: RunFolder, trained: Facts | None = None) -> Runs:
 
     Example: compare.beside(lesson.run, trained=result.facts())
     """
-    mine = load(run.path, trained)
+    mine = load(run)
+    for name, value in (trained or {}).items():
+        if value is not None:
+            mine.trained[name] = value
     runs = {run.name: mine}
     data = mine.trained.get("data_fingerprint")
     for folder in record.runs(run.path.parent).values():
         with suppress(CourseError):  # a damaged record is reported where its own run is opened
-            other = load(folder.path)
+            other = load(folder)
             finished = other.trained and record.complete(other.trained)
             same = other.model == mine.model and other.trained.get("data_fingerprint") == data
             if finished and same and len(runs) < MOST_RUNS:
@@ -177,8 +162,8 @@ def speed_up(alone: Path, together: Path) -> SpeedUp:
 
     Example: compare.speed_up(trials / "alone", trials / "together")
     """
-    single = load(alone)
-    several = load(together)
+    single = load(RunFolder(alone))
+    several = load(RunFolder(together))
     losses = dict(loss_history(single.history))
     others = dict(loss_history(several.history))
     common = losses.keys() & others.keys()

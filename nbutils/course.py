@@ -37,8 +37,9 @@ def split_parameters(given: dict[str, str], stems: Sequence[str]) -> dict[str, F
     for stem in stems:
         types = lesson.declared_in(NOTEBOOKS / f"{stem}.py")
         known |= types
-        own = [name for name in given if name in types]
-        by_lesson[stem] = {name: lesson.parse(name, given[name], types[name]) for name in own}
+        by_lesson[stem] = {}
+        for name in given.keys() & types.keys():
+            by_lesson[stem][name] = lesson.parse(name, given[name], types[name])
     lesson.refuse_unknown(given, known)
     return by_lesson
 

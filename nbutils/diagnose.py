@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -39,7 +39,7 @@ Faults = Iterator[tuple[str, str]]  # the name of each in the table, and what wa
 class Finding:
     """What was seen, why, and what to do."""
 
-    seen: str
+    symptom: str
     cause: str
     todo: str
 
@@ -227,23 +227,12 @@ def examine(run: Trained) -> dict[str, Finding]:
     return findings
 
 
-def show_causes(message: str) -> None:
-    """What an error message means, as a table; where to look on if it is not known.
-
-    Example: diagnose.show_causes("torch.OutOfMemoryError: CUDA out of memory.")
-    """
-    if findings := explain(message):
-        show(findings)
-        return
-    print(tr("This message is not in the table. docs/faq.md has more; `python -m nbutils doctor` checks the machine."))
-
-
 def show(findings: Mapping[str, Finding]) -> None:
-    """Findings as a table; one line if there are none."""
+    """Findings as a table; where to look on if there are none.
+
+    Example: diagnose.show(diagnose.explain("torch.OutOfMemoryError: CUDA out of memory."))
+    """
     if not findings:
-        print(tr("Nothing known is wrong here."))
+        print(tr("Nothing known is wrong here. docs/faq.md has more; `python -m nbutils doctor` checks the machine."))
         return
-    rows = []
-    for finding in findings.values():
-        rows.append({"symptom": finding.seen, "cause": finding.cause, "to do": finding.todo})
-    display.show_table(rows)
+    display.show_table([asdict(finding) for finding in findings.values()])

@@ -19,6 +19,7 @@ from nbutils.platforms import detect, in_kernel
 ACCENT = "var(--jp-brand-color1, #2979c9)"
 ALARM = "var(--jp-warn-color1, #e07b00)"
 POINTS = 160  # of the live curve, at most
+FEW_POINTS = 30  # of a plotted curve; each is marked
 WRAPPED_WIDTH = 110  # of a line of prose
 LIVE_LINE = re.compile(r"\[WARN\]|[^:]* · ")  # of a training, in any language
 FONT = "fonts/NotoSansSC-Regular.ttf"  # in the package zhplot: matplotlib's own font has no Chinese
@@ -147,10 +148,16 @@ def plot_loss_examples(path: Path | None = None) -> None:
     """Four measured trainings side by side: healthy, too slow, diverging and overfitting."""
     panels = {}
     for name, example in read_json(CURVES).items():
-        settings = tr("rate {learning_rate:g}, {row_count} rows, {steps} steps", **example["settings"])
+        settings = example["settings"]
+        subtitle = tr(
+            "rate {learning_rate:g}, {row_count} rows, {steps} steps",
+            learning_rate=settings["learning_rate"],
+            row_count=settings["row_count"],
+            steps=settings["steps"],
+        )
         title = tr(name.replace("_", " "))
-        panels[f"{title}\n{settings}"] = example
-    _plot_panels(panels, path)
+        panels[f"{title}\n{subtitle}"] = {tr("training"): example["train"], tr("validation"): example["validation"]}
+    plot_panels(panels, path)
 
 
 def plot_losses(history: Row, path: Path | None = None, title: str = "Loss") -> None:
@@ -158,18 +165,25 @@ def plot_losses(history: Row, path: Path | None = None, title: str = "Loss") -> 
 
     Example: display.plot_losses({"train": [(1, 2.0), (2, 1.5)], "validation": [(2, 1.6)]})
     """
-    _plot_panels({tr(title): history}, path)
+    curves = {tr("training"): history["train"], tr("validation"): history.get("validation")}
+    plot_panels({tr(title): curves}, path)
 
 
-def _plot_panels(panels: Mapping[str, Row], path: Path | None) -> None:
+def plot_panels(panels: Mapping[str, Mapping[str, Losses | None]], path: Path | None = None) -> None:
+    """Loss curves by label, in a panel for each title."""
     size = (max(7, 3.4 * len(panels)), 3)
     figure = pyplot().figure(figsize=size)
     for number, (title, curves) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(1, len(panels), number, xlabel=tr("step"), ylabel=tr("loss"))
         axes.set_title(title, fontsize=10)
-        axes.plot(*zip(*curves["train"], strict=True), label=tr("training"))
-        if validation := curves.get("validation"):
-            axes.plot(*zip(*validation, strict=True), "o-", label=tr("validation"))
+        for label, curve in curves.items():
+            if curve:
+                marker = "o" if len(curve) < FEW_POINTS else None
+                axes.plot(
+                    *zip(*curve, strict=True),
+                    marker=marker,
+                    label=label,
+                )
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
@@ -236,15 +250,19 @@ class LiveOutput:
 
 def live_line(parts: Mapping[str, str]) -> str:
     """The numbers in one line."""
-    forms = {
-        "loss": tr("loss {value}"),
-        "validation": tr("validation {value}"),
-        "left": tr("{value} left"),
-        "tokens/s": "{value} tokens/s",
-        "GPU": "GPU {value}",
+    return " · ".join(_worded(name, value) for name, value in parts.items())
+
+
+def _worded(name: str, value: str) -> str:
+    """A number of a training with the word that says what it is."""
+    texts = {
+        "loss": tr("loss {value}", value=value),
+        "validation": tr("validation {value}", value=value),
+        "left": tr("{value} left", value=value),
+        "tokens/s": f"{value} tokens/s",
+        "GPU": f"GPU {value}",
     }
-    texts = [forms.get(name, "{value}").format(value=value) for name, value in parts.items()]
-    return " · ".join(texts)
+    return texts.get(name, value)
 
 
 def live_page(

@@ -16,7 +16,6 @@ from nbutils.record import Facts
 ROOMS = ("work", "scratch", "keep")
 KEEP_LASTS = "keep lasts"
 MODEL_HUB = "model hub"
-LABELS = (*ROOMS, KEEP_LASTS, MODEL_HUB, "platform", "system", "memory", "time", "precision", "packages")
 
 
 @dataclass
@@ -98,11 +97,10 @@ def examine() -> Report:
         try:
             checks += look(platform, folders)
         except Exception as problem:  # a report with one gap is worth more than none
-            line = f"{type(problem).__name__}: {problem}".partition("\n")[0]
             checks.append(
                 Check(
                     look.__name__.removeprefix("check_"),
-                    tr("could not be looked at ({problem})", problem=line),
+                    tr("could not be looked at ({problem})", problem=f"{type(problem).__name__}: {problem}"),
                     tr("continue; if a lesson stops, report this line"),
                 )
             )
@@ -147,8 +145,7 @@ def _hours_left(platform: Platform) -> float | None:
 
 def check_machine(platform: Platform, folders: Folders) -> Iterator[Check]:
     """Where this is, and what it allows for how long."""
-    batch = tr(", a batch run") if platform.batch else ""
-    yield Check("platform", f"{platform.name}{batch} ({tr(platform.evidence)})")
+    yield Check("platform", f"{platform.name} ({tr(platform.evidence)})")
     if sys.platform == "win32":
         yield Check(
             "system",
@@ -182,11 +179,11 @@ def check_folders(platform: Platform, folders: Folders) -> Iterator[Check]:
             seen = tr("{folder} cannot be written ({why})", folder=folder, why=why)
             todo = tr("make it writable, restart the machine, or set NBUTILS_HOME to a folder you may write to")
             status = "WARN" if name == "work" else "FAIL"
-        elif free < 5:
-            todo = tr("delete what you no longer need there: a merged model may need more than this")
         elif files is not None and files < disk.FEWEST_FILES:
             seen = tr("{folder}, room for {files} files", folder=folder, files=files)
-            todo = tr("delete folders with many small files there")
+            todo = tr("delete what you no longer need there")
+        elif free < 5:
+            todo = tr("delete what you no longer need there")
         yield Check(name, seen, todo, status)
     if platform.name == "kaggle" and not platform.batch:
         seen = tr("only if you save a version: this is an interactive session")
@@ -197,7 +194,7 @@ def check_folders(platform: Platform, folders: Folders) -> Iterator[Check]:
 
 
 def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
-    """torch, the GPU, a real operation on it, and the number format training will use."""
+    """torch, the GPU, and a real operation on it."""
     if version := install.old_torch():
         seen = tr("torch {version}, and the lessons need torch{wanted}", version=version, wanted=install.TORCH)
         yield Check("torch", seen, install.torch_todo(), "FAIL")
@@ -218,8 +215,6 @@ def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
         yield Check("GPU", operation.reason)
     else:
         yield _without_gpu(platform, torch.__version__)
-    precision = hardware.dtype(gpu)
-    yield Check("precision", joined([precision.value, precision.reason], ":"))
 
 
 def _without_gpu(platform: Platform, torch_version: str) -> Check:
@@ -250,7 +245,8 @@ def check_packages(platform: Platform, folders: Folders) -> Iterator[Check]:
     """What the lessons need."""
     missing = install.unsatisfied(install.requirements("train"))
     todo = tr("`python -m nbutils install`, or the first cells of any lesson: both leave torch as it is")
-    seen = tr("missing: {missing}", missing=", ".join(missing) or tr("none"))
+    names = ", ".join(missing) or tr("none")
+    seen = tr("missing: {missing}", missing=names)
     yield Check("packages", seen, todo if missing else "")
 
 

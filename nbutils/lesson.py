@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
+import builtins
 import logging
 import os
 import re
@@ -45,7 +45,6 @@ LIMITS = {  # of parameters of a type, or of one by name
     "RUN_NAME": Field(pattern=r"^(\w[\w.-]{0,79})?$"),  # a folder
     "RESUME": Field(pattern=r"^(auto|never|\d+)$"),
 }
-TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
 Types = Mapping[str, type]  # of parameters, by name
 
 
@@ -91,7 +90,7 @@ class Lesson(Machine):
     @property
     def device_map(self) -> dict[str, int | str] | None:
         """Where `from_pretrained` puts the weights, as the strategy of this training wants it."""
-        return distributed.device_map(self.device, str(self.profile.from_pretrained.dtype), str(self.profile.method))
+        return distributed.device_map(self.device, self.profile.from_pretrained.dtype, self.profile.method)
 
     def with_recipe(self, lengths: Sequence[int], held_out: int | None = None) -> Lesson:
         """The same lesson with the recipe for examples of these lengths (in tokens), `held_out` rows beside them.
@@ -148,11 +147,7 @@ class Lesson(Machine):
                     lesson=stem,
                     others=", ".join(others),
                 ),
-                todo=tr(
-                    'Set RUN_NAME to the run you mean. RUN_NAME = "{run}" runs {lesson} now.',
-                    run=self.run.name,
-                    lesson=stem,
-                ),
+                todo=tr("Set RUN_NAME to the run you mean, or to the name of this one, which runs the lesson now."),
             )
 
     def arguments(self, stem: str, **values: Any) -> list[str]:
@@ -217,9 +212,6 @@ def _summary(entry: Facts) -> str:
     parts = []
     if "planned_steps" in entry:
         parts.append(tr("step {steps} of {planned}", steps=entry["steps"], planned=entry["planned_steps"]))
-    losses = entry.get("validation_loss") or {}
-    if best := losses.get("best"):
-        parts.append(tr("validation loss {loss:.3g}", loss=best))
     evaluation = entry.get("evaluation", {})
     if "verdict" in evaluation:
         general = evaluation.get("general", {})
@@ -309,8 +301,7 @@ def _set_by_papermill(cells: Iterable[str]) -> Iterator[str]:
     """The names in the cell that papermill adds."""
     for cell in cells:
         if cell.lstrip().startswith("# Parameters"):
-            names = re.findall(r"^(\w+) =", cell, re.MULTILINE)
-            yield from (name for name in names if not name.startswith("PAPERMILL_"))
+            yield from re.findall(r"^(?!PAPERMILL_)(\w+) =", cell, re.MULTILINE)
 
 
 def _command_line(types: Types) -> Facts:
@@ -318,20 +309,17 @@ def _command_line(types: Types) -> Facts:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="Parameters of this lesson.")
     for name, kind in types.items():
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=kind.__name__)
-    values = vars(parser.parse_args())
-    for name, text in values.items():
-        values[name] = parse(name, text, types[name])
-    return values
+    return vars(parser.parse_args())
 
 
 def declared_in(source: Path) -> dict[str, type]:
     """The parameters of a lesson and their types, read from its `.py` without running it."""
-    types = {}
+    types: dict[str, type] = {}
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.AnnAssign):
             name = ast.unparse(node.target)
             if name.isupper():
-                types[name] = TYPES[ast.unparse(node.annotation)]
+                types[name] = getattr(builtins, ast.unparse(node.annotation))  # str, int, float or bool
     return types
 
 
@@ -354,11 +342,10 @@ def refuse_unknown(names: Iterable[str], types: Types) -> None:
     """Stop if any name is not a parameter of this lesson."""
     for name in names:
         if name not in types:
-            near = difflib.get_close_matches(name.upper(), types, n=1)
             raise CourseError(
                 tr("Unknown parameter {name}.", name=name),
                 allowed=", ".join(types),
-                todo=tr("Did you mean {name}?", name=near[0]) if near else "",
+                todo=tr("Write one of these names."),
             )
 
 
@@ -459,12 +446,9 @@ def _run_name(parameters: RunParameters, profile: str) -> str:
     """RUN_NAME; if it is empty, the profile, and the model if one is named."""
     if parameters.run_name:
         return parameters.run_name
-    parts: list[str] = []
-    for text in (profile, parameters.model):
-        part = re.sub(r"[^\w.-]+", "-", Path(text).name).strip("-._")
-        if part and part not in parts:
-            parts.append(part)
-    return "-".join(parts) or "run"
+    names = dict.fromkeys(Path(text).name for text in (profile, parameters.model) if text)
+    name = "-".join(names)
+    return re.sub(r"[^\w.-]+", "-", name).strip("-._") or "run"
 
 
 def _require_small(profile: str, run: RunFolder) -> None:
@@ -499,8 +483,10 @@ def _overrides(parameters: RunParameters, run: RunFolder) -> Overrides:
     """What replaces values of the profile, and why; MAX_STEPS and SAVE_STEPS win over SET."""
     values = {field: (value, tr("SET of this run")) for field, value in _kept_settings(parameters, run).items()}
     for name in ("max_steps", "save_steps"):
-        if steps := getattr(parameters, name):
-            values[f"sft.{name}"] = (steps, tr("parameter {name}", name=name.upper()))
+        steps = getattr(parameters, name)
+        if steps:
+            reason = tr("parameter {name}", name=name.upper())
+            values[f"sft.{name}"] = (steps, reason)
     return values
 
 
@@ -513,7 +499,7 @@ def _record_beginning(
 ) -> None:
     """Note what a run began with; an invalid facts.json is an error now, not after the training."""
     stores = checkpoints.stores(folders, run.name)
-    trained = any(list(store.glob("checkpoint-*.json")) for store in stores)
+    trained = any(any(store.glob("checkpoint-*.json")) for store in stores)
     top: Facts = {}
     if not trained or parameters.resume == "never" or not run.facts.exists():  # else lesson 03 may refuse these
         top = {
@@ -540,8 +526,13 @@ def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) 
             if attached:
                 _require_trusted(former, parameters)
                 settings.pop("course.data", None)
-            text = settings_text(settings) or '""'
-            print(tr("facts     copied from {file}; SET = {settings}", file=former.facts, settings=text))
+            print(
+                tr(
+                    "facts     copied from {file}; SET = {settings}",
+                    file=former.facts,
+                    settings=settings_text(settings),
+                )
+            )
             make_folder(run.path, tr("this run"))
             record.begin(run.facts, facts, by_auto=False)
         if former.has("02_data_prep") and not any(run.data.glob("*")):
@@ -557,20 +548,18 @@ def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
     if not ours and model != parameters.model:
         foreign.append(f"MODEL = {model!r}")
     profile = facts.profile_source
-    if profile and profile not in (*profiles.names(), parameters.profile):
+    if profile not in ("", parameters.profile, *profiles.names()):
         foreign.append(f"PROFILE = {profile!r}")
     if foreign:
-        settings = ", ".join(foreign)
         raise CourseError(
             tr(
                 "The attached run in {folder} was started with {settings}, which is not part of the course.",
                 folder=run.path,
-                settings=settings,
+                settings=", ".join(foreign),
             ),
             todo=tr(
-                "If you trust that run, set {settings} in the parameters cell; otherwise detach it or choose "
-                "another RUN_NAME.",
-                settings=settings,
+                "If you trust that run, set these in the parameters cell; otherwise detach it or choose "
+                "another RUN_NAME."
             ),
         )
 

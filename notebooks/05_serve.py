@@ -259,7 +259,7 @@ from nbutils import chat_widget
 
 *opening, last = model.questions[-1]
 talk = chat_widget.Talk(client, server.model_name, opening=opening, max_tokens=64, temperature=0)
-box = chat_widget.chat(talk, [last["content"]], live=KEEP_RUNNING)
+box = chat_widget.chat(talk, last["content"], live=KEEP_RUNNING)
 
 # %% [markdown]
 # ## Stop

@@ -240,11 +240,8 @@ from nbutils import compare
 
 compared = compare.speed_up(trials / "alone", trials / "together") if possible else None
 if compared:
-    table = []
-    for name in ("processes", "steps", "batch", "tokens_per_second", "final_loss"):
-        table.append({"": name, "alone": compared.alone[name], "together": compared.together[name]})
-    print(display.aligned(table))
-    print(f"{compared.times:.2f} times the tokens per second; losses differ by at most {compared.difference:.1e} of the loss")
+    print(f"tokens per second: {compared.alone['tokens_per_second']:,.0f} alone, {compared.together['tokens_per_second']:,.0f} together, "
+          f"{compared.times:.2f} times as many; losses differ by at most {compared.difference:.1e} of the loss")
     print(f"[{' OK ' if compared.same_work else 'WARN'}] equal steps, equal batch, losses within 1 %")
 
 # %% [markdown]
@@ -289,6 +286,7 @@ for name in ("ddp", f"fsdp_{recipe.method}"):
 # %%
 import math
 from nbutils.plan import speed
+from nbutils.plan.forecast import recipe_of
 
 micro_batch = recipe.per_device_train_batch_size
 row_tokens = recipe.length * (speed.PACKED if recipe.packing else 1)
@@ -342,16 +340,12 @@ print(display.aligned(table))
 # expect it: two processes share cores and memory bandwidth, and with so small a model most of a step is no computing.
 
 # %%
-from nbutils.plan.forecast import recipe_of
-
 if compared:
     single, several = compared.alone, compared.together
-    step = single["train_seconds"] / single["steps"]
-    computing = step * several["batch"] / several["processes"] / single["batch"]
+    computing = single["train_seconds"] / single["steps"] * several["batch"] / several["processes"] / single["batch"]
     sending = speed.sent_bytes(find_shape(lesson.model), recipe_of(several)) / 12e9
-    measured = several["train_seconds"] / several["steps"]
-    print(f"a step of one process takes {step:.3f} s; of {several['processes']}, each computes {computing:.3f} s and sends "
-          f"{sending:.3f} s at 12 GB/s: {computing + sending:.3f} s predicted, {measured:.3f} s measured")
+    print(f"each of {several['processes']} processes computes {computing:.3f} s and sends {sending:.3f} s at 12 GB/s: "
+          f"{computing + sending:.3f} s predicted, {several['train_seconds'] / several['steps']:.3f} s measured")
 
 # %% [markdown]
 # What was measured so far: two processes on *one* H200, which send over the machine's loopback device, 1.8 GB/s

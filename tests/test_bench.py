@@ -379,7 +379,7 @@ def test_settings_that_differ_and_what_came_of_them_are_shown(home: Path, tmp_pa
     assert {name for entry in one["history"] for name in entry} == {"step", "loss", "eval_loss"}
     assert (tmp_path / "out/compare.png").stat().st_size > 10_000
     with refused("no run 'twoo' in ", "one, two; or the"):
-        compare.of_names(["one", "twoo"])
+        record.find("twoo")
     assert invoke("compare").exit_code == 2
     assert (failed := invoke("compare", "twoo", "--json")).exit_code == 1 and json.loads(failed.stdout)["error"]["todo"]
     for name, made_from in (("adapter", {"steps": 4}), ("merged", {"adapter": {"steps": 200}})):
@@ -449,7 +449,7 @@ def test_what_a_run_lacks_is_a_dash_and_said(home: Path, capsys: Any) -> None:
         "-",
     ]
     assert "lora.r" not in text and "do not compare" not in text, "one run alone differs from nothing"
-    assert compare.load(older.path).history == []
+    assert compare.load(older).history == []
     compare.beside(mine)  # finished runs only
     assert "begun" not in (said := capsys.readouterr().out) and cells(said, "verdict") == ["helped"] * 2
     older.facts.write_text("{")

@@ -210,7 +210,7 @@ def test_a_run_folder_is_read_and_an_empty_one_has_no_findings(tmp_path: Path) -
     ended = Progress(state="training", step=50, steps=90, notes=["checkpoint 50"], pid=2**22 + 1)
     (run.logs / "progress.json").write_text(ended.model_dump_json())
     findings = diagnose.examine(Trained.of(run))
-    assert "50" in findings["failed"].seen, "its process is gone"
+    assert "50" in findings["failed"].symptom, "its process is gone"
     assert list(findings) == ["failed"], "curves and facts are of an earlier stop"
     (run.logs / "progress.json").write_text(ended.model_copy(update={"state": "finished"}).model_dump_json())
     assert "failed" not in diagnose.examine(Trained.of(run))
@@ -234,7 +234,7 @@ def test_the_command_explains_an_error_and_examines_a_run(home: Path) -> None:
 
 
 def test_what_a_log_says_does_not_steer_the_terminal(capsys: Any) -> None:
-    diagnose.show_causes(f"RuntimeError: CUDA {ESCAPES.replace(chr(13), '')} out of memory")
+    diagnose.show(diagnose.explain(f"RuntimeError: CUDA {ESCAPES.replace(chr(13), '')} out of memory"))
     shown = capsys.readouterr().out
     assert "out of memory" in shown and not steers(shown)
 

@@ -171,16 +171,16 @@ def test_the_next_question_knows_the_last_answer() -> None:
 
 
 def test_where_nobody_can_type_the_dialogue_is_printed(capsys: Any) -> None:
-    assert chat_widget.chat(talk(Client("new words")), ["您好"]) is None
+    assert chat_widget.chat(talk(Client("new words")), "您好") is None
     assert capsys.readouterr().out == "you: 您好\ntuned: new words\n"
-    chat_widget.chat(talk(Client(f"words{ESCAPES}")), ["hello"])
+    chat_widget.chat(talk(Client(f"words{ESCAPES}")), "hello")
     assert not steers(capsys.readouterr().out), "a model may have learned anything"
 
 
 def test_a_box_is_shown_where_somebody_watches(notebook: list[Any]) -> None:
-    box = chat_widget.chat(talk(Client()), ["hello"])
+    box = chat_widget.chat(talk(Client()), "hello")
     assert box and notebook == [box.whole] and not box.talk.history
-    assert chat_widget.chat(talk(Client()), ["hello"], live=False) is None
+    assert chat_widget.chat(talk(Client()), "hello", live=False) is None
 
 
 def test_a_box_asks_and_escapes_what_it_shows() -> None:

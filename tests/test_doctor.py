@@ -56,7 +56,7 @@ def test_colab_with_a_gpu_and_with_drive(tmp_path: Path, report: Report) -> None
     }  # fmt: skip
     assert statuses(found, "keep lasts", "GPU") == ["WARN", "OK"]
     assert found["card"] == {"name": "Tesla T4", "capability": [7, 5], "memory_gib": 15.0, "count": 2}
-    assert found["checks"]["precision"]["seen"].startswith("float16"), "bfloat16 is only emulated there"
+    assert found["precision"] == "float16", "bfloat16 is only emulated there"
     assert not (machine.root / "content/drive").exists(), "nothing is made below a mount point"
     found = report(simulate.mounted(simulate.colab(tmp_path, gpu=False)))
     assert found["card"] is None and "Change runtime type" in found["checks"]["GPU"]["todo"]

@@ -216,11 +216,8 @@ from nbutils import compare
 
 compared = compare.speed_up(trials / "alone", trials / "together") if possible else None
 if compared:
-    table = []
-    for name in ("processes", "steps", "batch", "tokens_per_second", "final_loss"):
-        table.append({"": name, "alone": compared.alone[name], "together": compared.together[name]})
-    print(display.aligned(table))
-    print(f"每秒 token 数是单进程的 {compared.times:.2f} 倍；损失最多相差 {compared.difference:.1e}")
+    print(f"每秒 token 数：单个进程 {compared.alone['tokens_per_second']:,.0f}，一起 {compared.together['tokens_per_second']:,.0f}，"
+          f"是 {compared.times:.2f} 倍；损失最多相差 {compared.difference:.1e}（相对值）")
     print(f"[{' OK ' if compared.same_work else 'WARN'}] 步数相同，批大小相同，损失相差不超过 1 %")
 
 # %% [markdown]
@@ -261,6 +258,7 @@ for name in ("ddp", f"fsdp_{recipe.method}"):
 # %%
 import math
 from nbutils.plan import speed
+from nbutils.plan.forecast import recipe_of
 
 micro_batch = recipe.per_device_train_batch_size
 row_tokens = recipe.length * (speed.PACKED if recipe.packing else 1)
@@ -307,16 +305,12 @@ print(display.aligned(table))
 # 算得准不准？拿自己的比较来检验：N 个进程各算单个进程的 N 分之一，再走 PCIe 通信。在两块 GPU 上，`TRIAL_STEPS` 够大时两个数应该接近：头几步会慢一些，验证的时间也算在里面。如果实测一直长得多，可能是卡之间到不了 12 GB/s。在 CPU 上对不上很正常：两个进程共用 CPU 核和内存带宽，而且模型这么小，一步里大部分时间不在计算。
 
 # %%
-from nbutils.plan.forecast import recipe_of
-
 if compared:
     single, several = compared.alone, compared.together
-    step = single["train_seconds"] / single["steps"]
-    computing = step * several["batch"] / several["processes"] / single["batch"]
+    computing = single["train_seconds"] / single["steps"] * several["batch"] / several["processes"] / single["batch"]
     sending = speed.sent_bytes(find_shape(lesson.model), recipe_of(several)) / 12e9
-    measured = several["train_seconds"] / several["steps"]
-    print(f"单个进程一步 {step:.3f} 秒；{several['processes']} 个进程各算 {computing:.3f} 秒，按 12 GB/s 通信 {sending:.3f} 秒："
-          f"预测 {computing + sending:.3f} 秒，实测 {measured:.3f} 秒")
+    print(f"{several['processes']} 个进程各算 {computing:.3f} 秒，按 12 GB/s 通信 {sending:.3f} 秒："
+          f"预测 {computing + sending:.3f} 秒，实测 {several['train_seconds'] / several['steps']:.3f} 秒")
 
 # %% [markdown]
 # 目前测过的是：两个进程放在*一块* H200 上，通过本机的回环设备通信，1.8 GB/s（`benchmarks/scale_out.py`，结果在 `benchmarks/results`）。模型是 Qwen2.5-7B 的结构、4 bit，一步 2 条 8,192 个 token 的样本：
