@@ -90,7 +90,7 @@ class Box:
         self.dialogue = widgets.HTML()
         self.question = widgets.Text(
             placeholder=tr("Type a message and press Enter"),
-            layout=widgets.Layout(flex="1 1 auto", width="auto"),
+            layout={"width": "80%"},
         )
         self.stop = widgets.Button(description=tr("Stop"), disabled=True)  # enabled while the model answers
         self.whole = widgets.VBox([self.dialogue, widgets.HBox([self.question, self.stop])])

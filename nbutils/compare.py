@@ -118,9 +118,7 @@ def _column(run: Run, settings: Sequence[str]) -> dict[str, str]:
             label = tr("merged: {score}", score=tr(shown_as.label))
             column[label] = Estimate(**score).text(shown_as.form)
     if run.verdict:
-        column[tr("verdict")] = tr(run.verdict)
-    if run.general:
-        column[tr("general knowledge")] = tr(run.general)
+        column[tr("verdict")] = record.outcome(run.verdict, run.general)
     return column
 
 

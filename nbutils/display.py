@@ -28,16 +28,9 @@ Losses = Sequence[tuple[int, float]]  # step and loss
 Row = Mapping[str, Any]  # of a table: its cells by heading
 
 
-def width(text: str) -> int:
-    """The columns a text takes in a terminal: a Chinese character takes two."""
-    import wcwidth  # the export environment has none, and shows no columns
-
-    return wcwidth.width(text)
-
-
 def pad(text: str, columns: int) -> str:
-    """A text with spaces up to so many columns."""
-    import wcwidth
+    """A text with spaces up to so many columns of a terminal: a Chinese character takes two."""
+    import wcwidth  # the export environment has none, and shows no columns
 
     return wcwidth.ljust(text, columns)
 
@@ -121,12 +114,14 @@ def aligned(rows: Sequence[Row]) -> str:
 
     Example: print(display.aligned([{"GPU": "T4", "GiB": 15}, {"GPU": "A100", "GiB": 40}]))
     """
+    import wcwidth
+
     if not rows:
         return ""
     lines = [[tr(name) for name in rows[0]]]
     for row in rows:
         lines.append([str(value) for value in row.values()])
-    widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
+    widths = [max(map(wcwidth.width, column)) for column in zip(*lines, strict=True)]
     padded = ["  ".join(map(pad, cells, widths)).rstrip() for cells in lines]
     return printable("\n".join(padded))
 
@@ -148,15 +143,8 @@ def plot_loss_examples(path: Path | None = None) -> None:
     """Four measured trainings side by side: healthy, too slow, diverging and overfitting."""
     panels = {}
     for name, example in read_json(CURVES).items():
-        settings = example["settings"]
-        subtitle = tr(
-            "rate {learning_rate:g}, {row_count} rows, {steps} steps",
-            learning_rate=settings["learning_rate"],
-            row_count=settings["row_count"],
-            steps=settings["steps"],
-        )
         title = tr(name.replace("_", " "))
-        panels[f"{title}\n{subtitle}"] = {tr("training"): example["train"], tr("validation"): example["validation"]}
+        panels[title] = {tr("training"): example["train"], tr("validation"): example["validation"]}
     plot_panels(panels, path)
 
 

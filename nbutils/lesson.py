@@ -461,9 +461,8 @@ def _require_small(profile: str, run: RunFolder) -> None:
                 profile=profile,
                 model=known.name,
             ),
-            allowed=tr("without a GPU: auto, tiny or laptop"),
             todo=tr(
-                "Set PROFILE to one of these, or use a machine with a GPU (Colab: Runtime > Change runtime "
+                "Set PROFILE to auto, tiny or laptop, or use a machine with a GPU (Colab: Runtime > Change runtime "
                 "type). `python -m nbutils plan` lists GPUs to rent."
             ),
         )

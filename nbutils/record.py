@@ -173,7 +173,7 @@ def find(name: str) -> RunFolder:
     if not run.facts.is_file():
         raise CourseError(
             tr("There is no run {run!r} in {folder}.", run=name, folder=keep),
-            allowed=tr("{known}; or the path of a run folder", known=", ".join(sorted(known)) or tr("none yet")),
+            allowed=tr("{known}; or the path of a run folder", known=", ".join(sorted(known))),
             todo=tr("Name one of these, or set NBUTILS_HOME to the folder of your runs."),
         )
     return run
@@ -316,7 +316,7 @@ def readable_value(value: Any) -> str:
         return joined(map(readable_value, value), ";")
     if not isinstance(value, dict):
         return tr(str(value)).replace("|", "\\|").replace("\n", " ")
-    outcome = value.get("summary") or value.get("verdict")
-    if outcome:
-        return f"{value.get('format', '')} {readable_value(outcome)}".strip()
+    short = value.get("summary") or value.get("verdict")
+    if short:
+        return f"{value.get('format', '')} {readable_value(short)}".strip()
     return joined(f"{name} {text}" for name, text in readable(value).items())

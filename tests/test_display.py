@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import wcwidth
 from support import ESCAPES, steers, wait_for
 
 from nbutils import chat_widget, display
@@ -37,7 +38,7 @@ def test_a_table_is_text_outside_a_notebook(capsys: Any) -> None:
     assert display.aligned([{"显存": 1, "b": "x"}, {"显存": "秩 8", "b": ""}]) == "显存  b\n1     x\n秩 8"
     text = "显存 24 GB，用 QLoRA 训练。 " * 3 + "a_very_long_name_without_any_space"
     lines = display.wrap(text, 20)
-    assert max(map(display.width, lines)) == 20
+    assert max(map(wcwidth.width, lines)) == 20
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
     assert display.wrap("选 Run All，或改", 9) == ["选 Run", "All，或改"], "a mark stays with a Latin word too"
 
