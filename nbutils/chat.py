@@ -798,4 +798,4 @@ def show_row(tokenizer: Any, row: Row) -> None:
     if form == "prompt_completion" and answers > 1:
         print(tr("This row has {answers} answers, each an example of its own; here is the last one.", answers=answers))
     print(tr("{trained} of {tokens} tokens are trained. They are marked:", trained=sum(trained), tokens=len(ids)))
-    display.show("tokens.html", plain, runs=runs)
+    display.show_page("tokens.html", plain, runs=runs)

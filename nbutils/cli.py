@@ -29,7 +29,7 @@ AMOUNT = click.FloatRange(1e-3, 1e9)
 Words = tuple[str, ...]
 set_option = option(
     "--set",
-    "given",
+    "settings",
     multiple=True,
     metavar="TEXT",
     help='Values of the profile: "sft.learning_rate=1e-4, lora.r=64".',
@@ -80,15 +80,15 @@ def run(
     profile: str,
     only: Words,
     parameter: tuple[tuple[str, str], ...],
-    given: Words,
+    settings: Words,
 ) -> None:
     """Run lessons 01-05 (or those named) headless and print where the results are."""
     parameters = dict(parameter)
     if profile:
         parameters["PROFILE"] = profile
-    if given:
-        parameters["SET"] = ", ".join(given)
-    folder = course.run(course.select(only), parameters)
+    if settings:
+        parameters["SET"] = ", ".join(settings)
+    folder = course.run_lessons(course.select(only), parameters)
     print(f"\n{course.summary(folder)}")
 
 
@@ -100,14 +100,14 @@ def compare_runs(runs: Words, out: Path | None, as_json: bool) -> None:
     """Show RUNS (names, or paths of run folders) side by side: settings that differ, losses, scores, verdict."""
     from nbutils import compare
 
-    by_name = {name: compare.load(record.find(name)) for name in runs}
+    by_name = {name: compare.load_run(record.find_run(name)) for name in runs}
     if as_json:
         values = {name: asdict(run) for name, run in by_name.items()}
         _print_json({"differing": compare.differing(by_name), "runs": values})
     else:
-        compare.show(by_name)
+        compare.show_runs(by_name)
     if out:
-        compare.plot(by_name, out / "compare.png")
+        compare.plot_runs(by_name, out / "compare.png")
         click.echo(tr("The loss curves: {file}", file=out / "compare.png"), err=as_json)
 
 
@@ -171,7 +171,7 @@ def find_causes(run: str, error: IO[bytes] | None) -> None:
     if error:
         diagnose.show(diagnose.explain(diagnose.read_log(error)))
     if run:
-        trained = diagnose.Trained.of(record.find(run))
+        trained = diagnose.Trained.of(record.find_run(run))
         diagnose.show(diagnose.examine(trained))
 
 
@@ -267,9 +267,9 @@ def check_data(
 @option("--tflops", type=AMOUNT, help="The GPU's dense 16-bit tensor TFLOP/s.")
 @option("--capability", help="The GPU's CUDA capability, as 7.5.")
 @json_option
-def forecast(as_json: bool, given: Words, **options: Any) -> None:
+def forecast(as_json: bool, settings: Words, **options: Any) -> None:
     """Forecast memory, speed, time and cost of a training before anything is downloaded."""
-    data, text = plan.answer(given=", ".join(given) or None, **options)
+    data, text = plan.answer(given=", ".join(settings) or None, **options)
     _print_result(as_json, data, text)
 
 

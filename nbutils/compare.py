@@ -48,9 +48,9 @@ class Run:
 Runs = dict[str, Run]  # by name
 
 
-def load(run: RunFolder) -> Run:
+def load_run(run: RunFolder) -> Run:
     """What a run folder says."""
-    facts = record.load(run.facts)
+    facts = record.load_facts(run.facts)
     trained = facts.lessons.trained.model_dump(exclude_unset=True)
     settings = trained.get("settings", {})
     if settings:
@@ -75,7 +75,7 @@ def differing(runs: Runs) -> list[str]:
     return [name for name in names if any(settings.get(name) != recorded[0].get(name) for settings in recorded)]
 
 
-def plot(runs: Runs, path: Path | None = None) -> None:
+def plot_runs(runs: Runs, path: Path | None = None) -> None:
     """The loss curves, while training and on held-out rows."""
     panels = {
         tr("training"): {name: loss_history(run.history) for name, run in runs.items()},
@@ -84,7 +84,7 @@ def plot(runs: Runs, path: Path | None = None) -> None:
     display.plot_panels(panels, path)
 
 
-def show(runs: Runs) -> None:
+def show_runs(runs: Runs) -> None:
     """The table, and in a notebook the curves."""
     settings = differing(runs)
     columns = {name: _column(run, settings) for name, run in runs.items()}
@@ -99,7 +99,7 @@ def show(runs: Runs) -> None:
     if "data" in settings:
         print(tr("Not all of these runs were trained on the same data: their losses do not compare."))
     if platforms.in_kernel():
-        plot(runs)
+        plot_runs(runs)
 
 
 def _column(run: Run, settings: Sequence[str]) -> dict[str, str]:
@@ -127,7 +127,7 @@ def beside(run: RunFolder, trained: Facts | None = None) -> Runs:
 
     Example: compare.beside(lesson.run, trained=result.facts())
     """
-    mine = load(run)
+    mine = load_run(run)
     for name, value in (trained or {}).items():
         if value is not None:
             mine.trained[name] = value
@@ -135,12 +135,12 @@ def beside(run: RunFolder, trained: Facts | None = None) -> Runs:
     data = mine.trained.get("data_fingerprint")
     for folder in record.runs(run.path.parent).values():
         with suppress(CourseError):  # a damaged record is reported where its own run is opened
-            other = load(folder)
+            other = load_run(folder)
             finished = other.trained and record.complete(other.trained)
             same = other.model == mine.model and other.trained.get("data_fingerprint") == data
             if finished and same and len(runs) < MOST_RUNS:
                 runs.setdefault(folder.name, other)
-    show(runs)
+    show_runs(runs)
     return runs
 
 
@@ -160,8 +160,8 @@ def speed_up(alone: Path, together: Path) -> SpeedUp:
 
     Example: compare.speed_up(trials / "alone", trials / "together")
     """
-    single = load(RunFolder(alone))
-    several = load(RunFolder(together))
+    single = load_run(RunFolder(alone))
+    several = load_run(RunFolder(together))
     losses = dict(loss_history(single.history))
     others = dict(loss_history(several.history))
     common = losses.keys() & others.keys()

@@ -106,7 +106,7 @@ class Trained:
         failure = _failure(run)
         if failure:  # its curves, facts and evaluation were not written: those that are here are of an earlier stop
             return cls([], [], rows=rows, failure=failure)
-        lessons = record.load(run.facts).lessons
+        lessons = record.load_facts(run.facts).lessons
         log = read_history(run.logs / "history.json")
         return cls(
             loss_history(log),

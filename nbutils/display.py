@@ -51,7 +51,7 @@ def render(template: str, **values: Any) -> str:
     return page.render(accent=ACCENT, alarm=ALARM, tr=tr, **values)
 
 
-def show(template: str, text: str, **values: Any) -> None:
+def show_page(template: str, text: str, **values: Any) -> None:
     """A page of templates/ in a notebook; `text` in a terminal."""
     text = printable(text)
     if not in_kernel():
@@ -73,7 +73,7 @@ def show_table(rows: Sequence[Row], title: str = "", text: str = "") -> None:
             entry = joined([tr(name), str(value)], ":")
             lines.append(f"  {entry}")
         lines.append("")
-    show("table.html", text or "\n".join(lines), rows=rows, title=title)
+    show_page("table.html", text or "\n".join(lines), rows=rows, title=title)
 
 
 def show_choices(resolved: Any, only: Sequence[str] = ("",)) -> None:

@@ -152,7 +152,7 @@ class Lesson(Machine):
 
     def arguments(self, stem: str, **values: Any) -> list[str]:
         """The words after a lesson's name on its command line: this profile, model and run, and what is given here."""
-        given = {
+        chosen = {
             "PROFILE": self.resolved.source,
             "MODEL": self.parameters.get("MODEL"),
             "RUN_NAME": self.run.name,
@@ -161,8 +161,8 @@ class Lesson(Machine):
         }
         words = []
         for name in declared_in(NOTEBOOKS / f"{stem}.py"):
-            if given.get(name):
-                words += [f"--{name}", str(given[name])]
+            if chosen.get(name):
+                words += [f"--{name}", str(chosen[name])]
         return words
 
     def launch(self, command: list[str], processes: int = 1, threads: int = 0, keep: Path | None = None) -> None:
@@ -221,7 +221,7 @@ def _summary(entry: Facts) -> str:
 
 def require_trained(run: RunFolder) -> None:
     """Refuse the adapter of a training that has not ended, or of other rows than those of the run."""
-    trained = record.load(run.facts).lessons.trained
+    trained = record.load_facts(run.facts).lessons.trained
     if not trained.ended:
         raise Unfinished(
             tr(
@@ -399,11 +399,11 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
         _require_small(profile, folder_of(Path(profile).stem))
     continued = False
     if profile == "auto" and not model and parameters.run_name:
-        begun = record.load(folder_of("").facts)
-        continued = bool(begun.profile_source and begun.model)
+        beginning = record.load_facts(folder_of("").facts)
+        continued = bool(beginning.profile_source and beginning.model)
         if continued:
-            profile = begun.profile_source
-            model = begun.model
+            profile = beginning.profile_source
+            model = beginning.model
     resolved = profiles.resolve(
         profile,
         model,
@@ -427,7 +427,7 @@ def unfinished_run(keep: Path) -> str:
     """The newest run that `auto` began here for a GPU and did not finish, whatever GPU is here today; "" if none."""
     for run in record.runs(keep).values():
         with suppress(CourseError):  # an invalid facts.json
-            facts = record.load(run.facts)
+            facts = record.load_facts(run.facts)
             trained = facts.lessons.trained
             finished = trained.planned_steps and trained.ended
             has_checkpoint = any(run.checkpoints.glob("checkpoint-*.json"))
@@ -472,10 +472,10 @@ def _kept_settings(parameters: RunParameters, run: RunFolder) -> Facts:
     """SET; if it is empty, the one this run started with, unless another profile is named or it starts over."""
     if parameters.set:
         return settings_in(parameters.set)
-    begun = record.load(run.facts)
-    if parameters.resume == "never" or parameters.profile not in ("auto", begun.profile, begun.profile_source):
+    beginning = record.load_facts(run.facts)
+    if parameters.resume == "never" or parameters.profile not in ("auto", beginning.profile, beginning.profile_source):
         return {}
-    return begun.set
+    return beginning.set
 
 
 def _overrides(parameters: RunParameters, run: RunFolder) -> Overrides:
@@ -507,7 +507,7 @@ def _record_beginning(
             "model": resolved.called,
             "set": resolved.set_values,
         }
-    record.begin(run.facts, top, by_auto)
+    record.note_beginning(run.facts, top, by_auto)
 
 
 def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) -> None:
@@ -519,7 +519,7 @@ def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) 
         if attached and any(part.is_symlink() for part in parts):
             print(tr("[WARN] {run} is not used: a part of it is a link, which could lead anywhere", run=former.path))
             continue
-        facts = {} if run.facts.exists() else record.read(former.facts)
+        facts = {} if run.facts.exists() else record.read_facts(former.facts)
         if facts:
             settings = facts.setdefault("set", {})
             if attached:
@@ -533,14 +533,14 @@ def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) 
                 )
             )
             make_folder(run.path, tr("this run"))
-            record.begin(run.facts, facts, by_auto=False)
+            record.note_beginning(run.facts, facts, by_auto=False)
         if former.has("02_data_prep") and not any(run.data.glob("*")):
             _copy_data(former.data, run.data)
 
 
 def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
     """An attached run may choose no model or profile but the course's own and what the learner names."""
-    facts = record.load(run.facts)
+    facts = record.load_facts(run.facts)
     foreign = []
     model = facts.model
     ours = not model or profiles.is_tiny(model) or profiles.course_model(model)

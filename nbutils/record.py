@@ -165,7 +165,7 @@ def runs(keep: Path) -> dict[str, RunFolder]:
     return {facts.parent.name: RunFolder(facts.parent) for facts in newest_first}
 
 
-def find(name: str) -> RunFolder:
+def find_run(name: str) -> RunFolder:
     """A run by its name, or by the path of its folder."""
     keep = folders(detect()).keep
     known = runs(keep)
@@ -209,7 +209,7 @@ def reading(path: Path) -> Iterator[None]:
         ) from problem
 
 
-def read(path: Path) -> Facts:
+def read_facts(path: Path) -> Facts:
     """The facts so far; empty if there are none, a CourseError if the file was not written by the course."""
     if not path.exists():
         return {}
@@ -223,14 +223,14 @@ def read(path: Path) -> Facts:
     return facts
 
 
-def load(path: Path) -> RunFacts:
+def load_facts(path: Path) -> RunFacts:
     """The same with the types of what is read again."""
-    return RunFacts.model_validate(read(path))
+    return RunFacts.model_validate(read_facts(path))
 
 
-def begin(path: Path, top: Facts, by_auto: bool) -> None:
+def note_beginning(path: Path, top: Facts, by_auto: bool) -> None:
     """Note what a run started with; whether `auto` chose all of it stays as it was."""
-    _write(path, {"by_auto": by_auto, "lessons": {}} | read(path) | top)
+    _write(path, {"by_auto": by_auto, "lessons": {}} | read_facts(path) | top)
 
 
 def complete(trained: Facts) -> bool:
@@ -248,7 +248,7 @@ def outcome(verdict: str, general: str = "") -> str:
 
 def update(path: Path, top: Facts, lesson: str, facts: Facts, outdated: Sequence[str] = ()) -> Facts:
     """Merge `top` and one lesson's facts into the record, without `outdated` lessons; None keeps what was measured."""
-    record = read(path) | top
+    record = read_facts(path) | top
     lessons = record.setdefault("lessons", {})
     earlier = lessons.pop(lesson, {})
     for stem in outdated:

@@ -379,7 +379,7 @@ if compared:
 # %%
 from nbutils import record
 
-earlier = record.read(lesson.run.facts).get("lessons", {}).get("03_qlora", {})
+earlier = record.read_facts(lesson.run.facts).get("lessons", {}).get("03_qlora", {})
 words = lesson.arguments("03_qlora", DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
 lesson.launch([*together, *words], processes, threads)
 
@@ -388,7 +388,7 @@ lesson.launch([*together, *words], processes, threads)
 # process is empty.
 
 # %%
-trained = record.read(lesson.run.facts)["lessons"]["03_qlora"]
+trained = record.read_facts(lesson.run.facts)["lessons"]["03_qlora"]
 for name in ("processes", "engine", "batch", "steps", "planned_steps", "final_loss", "tokens_per_second", "peak_memory_gib"):
     print(f"{name:18} {trained[name]}")
 if trained["resumed_from_step"] == trained["steps"]:

@@ -342,7 +342,7 @@ def a_run(home: Path, name: str, steps: int = 200, **settings: Any) -> lesson.Ru
     """A run folder as lessons 03 and 04 leave it."""
     folder = lesson.RunFolder(home / name)
     folder.path.mkdir(parents=True)
-    record.begin(folder.facts, {"profile": "tiny", "profile_source": "tiny", "model": "tiny"}, by_auto=False)
+    record.note_beginning(folder.facts, {"profile": "tiny", "profile_source": "tiny", "model": "tiny"}, by_auto=False)
     trained = {
         "steps": steps, "planned_steps": steps, "examples": 800, "trained_tokens": 30367, "train_seconds": 1450.3,
         "cost": {"¥": 1.25}, "final_loss": 0.18607, "validation_loss": {"first": 2.0, "best": 0.3, "last": 0.4},
@@ -379,7 +379,7 @@ def test_settings_that_differ_and_what_came_of_them_are_shown(home: Path, tmp_pa
     assert {name for entry in one["history"] for name in entry} == {"step", "loss", "eval_loss"}
     assert (tmp_path / "out/compare.png").stat().st_size > 10_000
     with refused("no run 'twoo' in ", "one, two; or the"):
-        record.find("twoo")
+        record.find_run("twoo")
     assert invoke("compare").exit_code == 2
     assert (failed := invoke("compare", "twoo", "--json")).exit_code == 1 and json.loads(failed.stdout)["error"]["todo"]
     for name, made_from in (("adapter", {"steps": 4}), ("merged", {"adapter": {"steps": 200}})):
@@ -424,7 +424,7 @@ def test_lists_among_the_settings_are_shown(home: Path) -> None:
 def test_planted_runs_do_not_steer_the_terminal(home: Path) -> None:
     for name in (f"one{ESCAPES}", f"two{ESCAPES}"):
         run = a_run(home, name, **{"lora.r": name, f"lora.{name}": name})
-        facts = record.read(run.facts)
+        facts = record.read_facts(run.facts)
         facts["lessons"]["04_merge"]["evaluation"] = EVALUATION | {"verdict": name}
         files.write_json(run.facts, facts)
     for words in ([], ["--json"]):
@@ -440,7 +440,7 @@ def test_what_a_run_lacks_is_a_dash_and_said(home: Path, capsys: Any) -> None:
     files.write_json(older.facts, facts)
     (older.logs / "history.json").unlink()
     begun = a_run(home, "begun")
-    record.begin(begun.facts, {"profile": "tiny"}, by_auto=False)
+    record.note_beginning(begun.facts, {"profile": "tiny"}, by_auto=False)
     files.write_json(begun.facts, {"profile": "tiny", "lessons": {}})
     text = invoke("compare", "one", "older", "begun").output
     assert cells(text, "validation loss") == ["first 2, best 0.3, last 0.4", "-", "-"] and cells(text, "steps") == [
@@ -449,7 +449,7 @@ def test_what_a_run_lacks_is_a_dash_and_said(home: Path, capsys: Any) -> None:
         "-",
     ]
     assert "lora.r" not in text and "do not compare" not in text, "one run alone differs from nothing"
-    assert compare.load(older).history == []
+    assert compare.load_run(older).history == []
     compare.beside(mine)  # finished runs only
     assert "begun" not in (said := capsys.readouterr().out) and cells(said, "verdict") == ["helped"] * 2
     older.facts.write_text("{")

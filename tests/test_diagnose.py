@@ -225,12 +225,14 @@ def test_the_command_explains_an_error_and_examines_a_run(home: Path) -> None:
     known = diagnose.symptoms()
     assert known["messages"]["disk_full"]["cause"] in said("--error", "-", paste="No space left on device")
     (home / "mine").mkdir(parents=True)
-    record.begin(RunFolder(home / "mine").facts, {"lessons": {"03_qlora": GOOD | {"steps": 50}}}, by_auto=False)
+    record.note_beginning(
+        RunFolder(home / "mine").facts, {"lessons": {"03_qlora": GOOD | {"steps": 50}}}, by_auto=False
+    )
     for name in ("mine", str(home / "mine")):
         assert known["runs"]["unfinished"]["todo"] in said(name)
     assert "Usage" in said()
     with refused("mine; or the"):
-        record.find("yours")
+        record.find_run("yours")
 
 
 def test_what_a_log_says_does_not_steer_the_terminal(capsys: Any) -> None:

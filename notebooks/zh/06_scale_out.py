@@ -336,7 +336,7 @@ if compared:
 # %%
 from nbutils import record
 
-earlier = record.read(lesson.run.facts).get("lessons", {}).get("03_qlora", {})
+earlier = record.read_facts(lesson.run.facts).get("lessons", {}).get("03_qlora", {})
 words = lesson.arguments("03_qlora", DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
 lesson.launch([*together, *words], processes, threads)
 
@@ -344,7 +344,7 @@ lesson.launch([*together, *words], processes, threads)
 # 这次训练的记录，取自第 03 课写的 `facts.json`：进程数（`processes`）、并行策略（`engine`，单个普通进程时是空的）、批大小（`batch`）、已跑和计划的步数（`steps`、`planned_steps`）、最后的损失（`final_loss`）、每秒 token 数（`tokens_per_second`）、一块 GPU 的显存峰值，没有 GPU 时是内存峰值（`peak_memory_gib`）。
 
 # %%
-trained = record.read(lesson.run.facts)["lessons"]["03_qlora"]
+trained = record.read_facts(lesson.run.facts)["lessons"]["03_qlora"]
 for name in ("processes", "engine", "batch", "steps", "planned_steps", "final_loss", "tokens_per_second", "peak_memory_gib"):
     print(f"{name:18} {trained[name]}")
 if trained["resumed_from_step"] == trained["steps"]:
