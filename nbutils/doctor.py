@@ -140,7 +140,7 @@ def _hours_left(platform: Platform) -> float | None:
     """How long this machine stays; None where there is no limit."""
     hours = platform.entry.hours
     used = platforms.session_seconds(platform) / 3600
-    return round(hours - used, 2) if hours else None
+    return round(max(hours - used, 0.0), 2) if hours else None
 
 
 def check_machine(platform: Platform, folders: Folders) -> Iterator[Check]:
