@@ -214,15 +214,15 @@ def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
     elif gpu:
         yield Check("GPU", operation.reason)
     else:
-        yield _without_gpu(platform, torch.__version__)
+        yield _without_gpu(platform)
 
 
-def _without_gpu(platform: Platform, torch_version: str) -> Check:
+def _without_gpu(platform: Platform) -> Check:
     """Why there is no GPU, as far as that can be seen."""
     if listed := hardware.driver_gpus():
         return Check(
             "GPU",
-            tr("the driver lists {gpu}, but torch {version} cannot use it", gpu=listed[0], version=torch_version),
+            tr("the driver lists {gpu}, but torch cannot use it", gpu=listed[0]),
             tr("install a torch build for CUDA, or a newer driver if it is one already"),
         )
     if sys.platform == "darwin":
