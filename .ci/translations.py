@@ -70,20 +70,7 @@ def fact_names(facts: dict[str, Any]) -> Iterator[str]:
 
 def texts_in_data() -> set[str]:
     """English texts that reach `tr` from elsewhere: from YAML files, or because facts.json has them in English."""
-    from nbutils import (
-        cli,
-        compare,
-        config,
-        diagnose,
-        display,
-        doctor,
-        hardware,
-        parity,
-        plan,
-        platforms,
-        served_model,
-        watch,
-    )
+    from nbutils import cli, config, diagnose, display, hardware, parity, plan, platforms, served_model, watch
     from nbutils.data import build
     from nbutils.data import texts as data_texts
     from nbutils.evaluation import comparison, evaluator
@@ -108,8 +95,9 @@ def texts_in_data() -> set[str]:
         texts |= {*made, *(one.name for summands in made.values() for one in summands)}
     texts -= {"", "GPU", "GiB", "tokens/s", "logits"}  # those are the same in Chinese
     texts |= {*get_args(data_texts.Kind), *data_texts.TODOS.values(), *build.LANGUAGES}
-    texts |= {build.BUNDLED, "rows"}
-    texts |= {"mean", "longest", "over", *watch.STATES.values()}
+    texts |= {build.BUNDLED, "rows", *watch.STATES.values()}
+    texts |= {"mean", "longest", "over", "what", "value", "why", "question", "expected", "before", "after"}
+    texts |= {"symptom", "cause", "todo"}
     judged = comparison.TEXTS
     texts |= {text for case in judged["cases"].values() for text in case.values() if text}
     texts |= {judged["few_rows"], judged["cut_off"]}
@@ -119,14 +107,15 @@ def texts_in_data() -> set[str]:
     texts |= {f"{dtype}, {comparison.IN_4_BITS}" for dtype in hardware.DTYPES}
     texts |= {*parity.NAMES.values(), parity.CHANGED, parity.PRICE, parity.SAME, parity.FAILS}
     texts |= {text for form in make.FORMATS.values() for text in (form.purpose, form.runs)}
-    texts |= {words for _, words in make.VERDICTS} | {"BROKEN", make.NOT_COMPARED, *compare.MEASURES}
+    texts |= {words for _, words in make.VERDICTS} | {"BROKEN", make.NOT_COMPARED}
     texts |= {*server.PHASES.values(), server.IMPORTING, served_model.NOTHING_STORED}
     texts |= {row[name] for row in engine.TABLE["gpus"] for name in ("name", "reason")}
     texts |= {build["reason"] for build in engine.TABLE["builds"]} | {
         text for text in engine.TABLE["reserved_flags"].values() if not text.startswith("Server(")
     }
     texts |= set(help_texts(cli.app)) | set(fact_names(read_json(ROOT / "tests/contracts.json")["facts"]["lessons"]))
-    texts |= {name.replace("_", " ") for name in read_json(display.CURVES)} | {"Loss", *doctor.LABELS}
+    texts |= {name.replace("_", " ") for name in read_json(display.CURVES)} | {"Loss"}
+    texts |= {"work", "scratch", "keep", "keep lasts", "model hub", "platform", "system", "memory", "time", "packages"}
     return texts | {"NBUTILS_PLATFORM is set", "nothing of a known platform is here"}
 
 

@@ -751,4 +751,4 @@ def show_row(tokenizer: Any, row: Row) -> None:
         plain += f"[{text}]" if mask else text
     trained = sum(example.trained)
     print(tr("{trained} of {tokens} tokens are trained. They are marked:", trained=trained, tokens=position))
-    display.show("tokens.html", plain, runs=runs)
+    display.show_page("tokens.html", plain, runs=runs)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from nbutils import display
 from nbutils.language import printable, tr
 
 if TYPE_CHECKING:
-    from openai import OpenAI
+    from openai import OpenAI, Stream
 
 DRAW_SECONDS = 0.05  # between two drawings of a growing answer; servers of notebooks drop what comes faster
 
@@ -20,39 +22,53 @@ DRAW_SECONDS = 0.05  # between two drawings of a growing answer; servers of note
 class Talk:
     """A conversation with one model on a server; the settings are max_tokens, temperature, ..."""
 
-    def __init__(self, name: str, client: OpenAI, model: str, *, opening: Sequence[Any] = (), **settings: Any) -> None:
-        self.name = name
+    def __init__(self, client: OpenAI, model: str, opening: Sequence[Any] = (), **settings: Any) -> None:
+        self.model = model
         self.client = client
         self.opening = opening
         self.settings = {"model": model, "stream": True, **settings}
         self.history: list[dict[str, str]] = []
+        self.answer_stream: Stream[Any] | None = None
+        self.stopped = False
 
-    def stream(self, text: str, stop: threading.Event | None = None) -> Iterator[str]:
-        """The answer so far, again and again while it grows; `stop` ends it with the next piece."""
+    def stream(self, text: str) -> Iterator[str]:
+        """The answer so far, again and again while it grows."""
         question = {"role": "user", "content": text}
         messages: Any = [*self.opening, *self.history, question]
         answer = ""
-        with self.client.chat.completions.create(messages=messages, **self.settings) as stream:
-            for chunk in stream:
-                if stop and stop.is_set():
-                    break  # the stream is closed, and the server stops too
-                for choice in chunk.choices:  # the last chunk has only the usage
-                    answer += choice.delta.content or ""
-                yield answer
+        self.stopped = False
+        self.answer_stream = None
+        try:
+            with self.client.chat.completions.create(messages=messages, **self.settings) as self.answer_stream:
+                for chunk in self.answer_stream:
+                    for choice in chunk.choices:  # the last chunk has only the usage
+                        answer += choice.delta.content or ""
+                    yield answer
+                    if self.stopped:
+                        break
+        except Exception:
+            if not self.stopped:  # else it is the connection that `stop` shut
+                raise
         if answer:  # a question without an answer would confuse the next one
             self.history += [question, {"role": "assistant", "content": answer}]
 
+    def stop(self) -> None:
+        """End the answer, also while the server is silent: closing alone would not wake the thread that reads."""
+        self.stopped = True
+        if self.answer_stream:
+            connection = self.answer_stream.response.extensions["network_stream"]
+            with suppress(OSError):  # it has ended meanwhile
+                connection.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
-def chat(talk: Talk, examples: Sequence[str], live: bool = True) -> Box | None:
-    """Print the examples with the model's answers; below them, where somebody watches, a box to type in.
 
-    Example: chat_widget.chat(chat_widget.Talk("model", client, "course"), ["Where is order 2041?"])
+def chat(talk: Talk, example: str, live: bool = True) -> Box | None:
+    """Print an example with the model's answer; below it, where somebody watches, a box to type in.
+
+    Example: chat_widget.chat(chat_widget.Talk(client, "course"), "Where is order 2041?")
     """
-    width = max(display.width(tr("you")), display.width(talk.name))
-    for question in examples:
-        answers = list(talk.stream(question)) or [""]
-        print(f"{display.pad(tr('you'), width)}  {question}")
-        print(f"{display.pad(talk.name, width)}  {printable(answers[-1])}")
+    answers = list(talk.stream(example)) or [""]
+    print(f"{tr('you')}: {example}")
+    print(f"{talk.model}: {printable(answers[-1])}")
     talk.history.clear()
     if not live or not display.watched():
         return None
@@ -70,54 +86,44 @@ class Box:
         import ipywidgets as widgets
 
         self.talk = talk
-        self.stopped = threading.Event()
-        self.answering = False
         self.lines: list[tuple[str, str]] = []  # who said what
         self.dialogue = widgets.HTML()
         self.question = widgets.Text(
             placeholder=tr("Type a message and press Enter"),
-            layout=widgets.Layout(flex="1 1 auto", width="auto"),
+            layout={"width": "80%"},
         )
-        self.stop = widgets.Button(description=tr("Stop"), disabled=True, layout=widgets.Layout(width="84px"))
-        self.whole = widgets.VBox(
-            [self.dialogue, widgets.HBox([self.question, self.stop])],
-            layout=widgets.Layout(max_width="980px"),
-        )
+        self.stop = widgets.Button(description=tr("Stop"), disabled=True)  # enabled while the model answers
+        self.whole = widgets.VBox([self.dialogue, widgets.HBox([self.question, self.stop])])
         with warnings.catch_warnings():  # version 8 would rather watch `value`, which also changes when focus is lost
             warnings.simplefilter("ignore")
             self.question.on_submit(lambda _: self.ask(self.question.value))
-        self.stop.on_click(lambda _: self.stopped.set())
+        self.stop.on_click(lambda _: talk.stop())
         self._draw()
 
     def ask(self, text: str) -> None:
         """Ask the model; nothing happens while it answers."""
-        if self.answering or not text.strip():
-            return
-        self.question.value = ""
-        self.stop.disabled = False
-        self.answering = True
-        self.stopped.clear()
-        threading.Thread(target=self._answer, args=(text.strip(),), daemon=True).start()
+        if text.strip() and self.stop.disabled:
+            self.question.value = ""
+            self.stop.disabled = False
+            threading.Thread(target=self._answer, args=(text.strip(),), daemon=True).start()
 
     def _answer(self, text: str) -> None:
-        name = self.talk.name
         answer = ""
-        self.lines += [("you", text), (name, "…")]
+        self.lines += [("you", text), ("model", "…")]
         self._draw()
         try:
-            for answer in self.talk.stream(text, self.stopped):
-                self.lines[-1] = (name, answer)
+            for answer in self.talk.stream(text):
+                self.lines[-1] = ("model", answer)
                 if time.monotonic() - self.drawn > DRAW_SECONDS:
                     self._draw()
-            if self.stopped.is_set():
+            if self.talk.stopped:
                 answer += tr(" [stopped]")
-            self.lines[-1] = (name, answer)
+            self.lines[-1] = ("model", answer)
         except Exception as problem:  # a thread has nobody to raise to: the box shows it
             self.lines[-1] = ("problem", f"{type(problem).__name__}: {problem} {tr('Is the server still running?')}")
         self._draw()
         self.stop.disabled = True
-        self.answering = False
 
     def _draw(self) -> None:
         self.drawn = time.monotonic()
-        self.dialogue.value = display.render("chat.html", name=self.talk.name, lines=self.lines)
+        self.dialogue.value = display.render("chat.html", name=self.talk.model, lines=self.lines)

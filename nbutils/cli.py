@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
@@ -26,10 +25,11 @@ DTYPES = click.Choice(["auto", "float32", "float16", "bfloat16"])
 ONTO = click.Choice(["full", "dequantized"])
 DEVICES = click.Choice(["cpu", "cuda"])
 COUNT = click.IntRange(1)
+AMOUNT = click.FloatRange(1e-3, 1e9)
 Words = tuple[str, ...]
 set_option = option(
     "--set",
-    "given",
+    "settings",
     multiple=True,
     metavar="TEXT",
     help='Values of the profile: "sft.learning_rate=1e-4, lora.r=64".',
@@ -44,21 +44,14 @@ class CourseGroup(click.Group):
         as_json = "--json" in context.args
         try:
             return super().invoke(context)
-        except BrokenPipeError:  # whoever read it, as `head` or a pager, has ended
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        except BrokenPipeError:  # whoever read it, as `head` or a pager, has ended: click ends quietly
+            raise
         except (CourseError, OSError) as error:
             failure = error if isinstance(error, CourseError) else CourseError(str(error), todo="")
             if as_json:
-                _print_json({"error": {"seen": failure.seen, "allowed": failure.allowed, "todo": failure.todo}})
+                _print_json({"error": vars(failure)})
             print(f"\n[FAIL] {failure}", file=sys.stderr)
         sys.exit(1)
-
-
-def amount(text: str) -> float:
-    """A finite number above zero."""
-    if 1e-3 <= float(text) <= 1e9:  # NaN is not
-        return float(text)
-    raise click.BadParameter(tr("{text} is not between 0.001 and a billion", text=text))
 
 
 def _print_json(value: Any) -> None:
@@ -83,33 +76,38 @@ def app() -> None:
 @option("--only", multiple=True, help="A lesson, as 03 or 03_qlora; may be given several times.")
 @option("-p", "--parameter", multiple=True, nargs=2, metavar="NAME VALUE", help="A parameter of the lessons.")
 @set_option
-def run(profile: str, only: Words, parameter: tuple[tuple[str, str], ...], given: Words) -> None:
+def run(
+    profile: str,
+    only: Words,
+    parameter: tuple[tuple[str, str], ...],
+    settings: Words,
+) -> None:
     """Run lessons 01-05 (or those named) headless and print where the results are."""
-    options = {"PROFILE": profile, "SET": ", ".join(given)}
-    folder = course.run(course.select(only), dict(parameter) | {name: text for name, text in options.items() if text})
+    parameters = dict(parameter)
+    if profile:
+        parameters["PROFILE"] = profile
+    if settings:
+        parameters["SET"] = ", ".join(settings)
+    folder = course.run_lessons(course.select(only), parameters)
     print(f"\n{course.summary(folder)}")
 
 
-@app.command()
-@argument("runs", nargs=-1)
+@app.command("compare")
+@argument("runs", nargs=-1, required=True)
 @option("--out", type=FOLDER, help="A folder for compare.png, the curves.")
 @json_option
-def compare(runs: Words, out: Path | None, as_json: bool) -> None:
+def compare_runs(runs: Words, out: Path | None, as_json: bool) -> None:
     """Show RUNS (names, or paths of run folders) side by side: settings that differ, losses, scores, verdict."""
-    _compare(runs, out, as_json)
-
-
-def _compare(names: Words, out: Path | None, as_json: bool) -> None:
     from nbutils import compare
 
-    runs = compare.of_names(names)
+    by_name = {name: compare.load_run(record.find_run(name)) for name in runs}
     if as_json:
-        by_name = {name: asdict(run) for name, run in runs.items()}
-        _print_json({"differing": compare.differing(runs), "runs": by_name})
+        values = {name: asdict(run) for name, run in by_name.items()}
+        _print_json({"differing": compare.differing(by_name), "runs": values})
     else:
-        compare.show(runs)
+        compare.show_runs(by_name)
     if out:
-        compare.plot(runs, out / "compare.png")
+        compare.plot_runs(by_name, out / "compare.png")
         click.echo(tr("The loss curves: {file}", file=out / "compare.png"), err=as_json)
 
 
@@ -171,11 +169,10 @@ def find_causes(run: str, error: IO[bytes] | None) -> None:
     if not run and not error:
         raise click.UsageError(tr("name a RUN, or give an error message with --error FILE"))
     if error:
-        diagnose.show_causes(diagnose.read_log(error))
+        diagnose.show(diagnose.explain(diagnose.read_log(error)))
     if run:
-        folder = record.find(run)
-        print(tr("run {folder}:", folder=folder.path))
-        diagnose.show(diagnose.examine(diagnose.Trained.of(folder)))
+        trained = diagnose.Trained.of(record.find_run(run))
+        diagnose.show(diagnose.examine(trained))
 
 
 @app.group("checkpoints")
@@ -183,13 +180,13 @@ def of_a_run() -> None:
     """The checkpoints of a run: RUN is its name, or the path of its folder."""
 
 
-def _list_checkpoints(run: str, thorough: bool) -> bool:
+def _show_checkpoints(run: str, thorough: bool) -> bool:
     """Print them; whether there are some, and all are sound."""
     lines = checkpoints.listing(run, thorough)
     rows = [line.row(thorough) for line in lines]
     table = display.aligned(rows)
     print(table or tr("no checkpoint yet"))
-    damaged = [line for line in lines if line.problem is not None]
+    damaged = any(line.problem for line in lines)
     return bool(lines) and not damaged
 
 
@@ -197,14 +194,14 @@ def _list_checkpoints(run: str, thorough: bool) -> bool:
 @argument("run")
 def list_checkpoints(run: str) -> None:
     """List them with size and place, checked by size and manifest."""
-    _list_checkpoints(run, thorough=False)
+    _show_checkpoints(run, thorough=False)
 
 
 @of_a_run.command()
 @argument("run")
 def verify(run: str) -> None:
     """Read every archive and compare its sha256; exit status 1 if one is damaged or there is none."""
-    sys.exit(not _list_checkpoints(run, thorough=True))
+    sys.exit(not _show_checkpoints(run, thorough=True))
 
 
 @of_a_run.command()
@@ -236,15 +233,20 @@ def data() -> None:
 @option("--out", type=FILE, help="Write train, eval, rejected rows and the data card here.")
 @option("--rejected", type=FILE, help="Write the rejected rows with their reasons here.")
 @json_option
-def check_data(**options: Any) -> None:
+def check_data(
+    as_json: bool,
+    files: Words,
+    no_repair: bool,
+    **options: Any,
+) -> None:
     """Read, check and deduplicate FILES (files, folders, hub datasets). Exit status 1 only if no row can be used."""
-    _check_data(**options)
-
-
-def _check_data(as_json: bool, files: Words, no_repair: bool, **options: Any) -> None:
     from nbutils.data.check import check
 
-    report = check(files, repair=not no_repair, **options)
+    report = check(
+        files,
+        repair=not no_repair,
+        **options,
+    )
     _print_result(as_json, report.as_json(), str(report))
     sys.exit(not report.card.accepted)
 
@@ -261,16 +263,16 @@ def _check_data(as_json: bool, files: Words, no_repair: bool, **options: Any) ->
 @option("--gpus", type=COUNT, help="How many GPUs share the batch.")
 @option("--engine", type=click.Choice(list(plan.STRATEGIES)), help="What they share; default: ddp, the batch alone.")
 @option("--rows", type=COUNT, help="Rows of your data.")
-@option("--mean-length", type=amount, help="Mean tokens of a row.")
-@option("--epochs", type=amount, help="Default: the profile's.")
+@option("--mean-length", type=AMOUNT, help="Mean tokens of a row.")
+@option("--epochs", type=AMOUNT, help="Default: the profile's.")
 @set_option
-@option("--vram", type=amount, help="Memory of the GPU in GiB, as torch reports it.")
-@option("--tflops", type=amount, help="The GPU's dense 16-bit tensor TFLOP/s.")
-@option("--capability", type=amount, help="The GPU's CUDA capability, as 7.5.")
+@option("--vram", type=AMOUNT, help="Memory of the GPU in GiB, as torch reports it.")
+@option("--tflops", type=AMOUNT, help="The GPU's dense 16-bit tensor TFLOP/s.")
+@option("--capability", type=AMOUNT, help="The GPU's CUDA capability, as 7.5.")
 @json_option
-def forecast(as_json: bool, given: Words, **options: Any) -> None:
+def forecast(as_json: bool, settings: Words, **options: Any) -> None:
     """Forecast memory, speed, time and cost of a training before anything is downloaded."""
-    data, text = plan.answer(given=", ".join(given) or None, **options)
+    data, text = plan.answer(given=", ".join(settings) or None, **options)
     _print_result(as_json, data, text)
 
 
@@ -293,14 +295,15 @@ def serve_env() -> None:
 @option("--rivals", default="generate,transformers-serve", help="What --model is measured against; '' for none.")
 @option("--out", type=FILE, help="A folder for bench.json and bench.png.")
 @json_option
-def bench_serve(**options: Any) -> None:
-    """Measure how fast a model is served: throughput, first token, time per token, latency, errors."""
-    _bench_serve(**options)
-
-
-def _bench_serve(
-    as_json: bool, concurrency: str, prompt_tokens: int, answer_tokens: int, rivals: str, **options: Any
+def bench_serve(
+    as_json: bool,
+    concurrency: str,
+    prompt_tokens: int,
+    answer_tokens: int,
+    rivals: str,
+    **options: Any,
 ) -> None:
+    """Measure how fast a model is served: throughput, first token, time per token, latency, errors."""
     from nbutils import bench
 
     settings = bench.Settings(bench.parse_concurrency(concurrency), prompt_tokens, answer_tokens)

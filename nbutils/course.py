@@ -30,7 +30,7 @@ def select(only: Sequence[str]) -> list[str]:
     return chosen or list(lesson.COURSE)
 
 
-def split_parameters(given: dict[str, str], stems: Sequence[str]) -> dict[str, Facts]:
+def split_parameters(parameters: dict[str, str], stems: Sequence[str]) -> dict[str, Facts]:
     """Typed parameters for each lesson: every name must belong to at least one of them."""
     known: dict[str, type] = {}
     by_lesson: dict[str, Facts] = {}
@@ -38,22 +38,21 @@ def split_parameters(given: dict[str, str], stems: Sequence[str]) -> dict[str, F
         types = lesson.declared_in(NOTEBOOKS / f"{stem}.py")
         known |= types
         by_lesson[stem] = {}
-        for name, text in given.items():
-            if name in types:
-                by_lesson[stem][name] = lesson.parse(name, text, types[name])
-    lesson.refuse_unknown(given, known)
+        for name in parameters.keys() & types.keys():
+            by_lesson[stem][name] = lesson.parse(name, parameters[name], types[name])
+    lesson.refuse_unknown(parameters, known)
     return by_lesson
 
 
-def run(stems: Sequence[str], given: dict[str, str]) -> RunFolder:
+def run_lessons(stems: Sequence[str], parameters: dict[str, str]) -> RunFolder:
     """Execute the lessons in one run folder; the first that fails or is stopped ends it with an error."""
     install.ensure("train")
     notices.require_settings()
     with notices.telling(stems[0]) as work:
-        by_lesson = split_parameters(given, stems)
-        parameters = lesson.RunParameters.model_validate(given)
-        machine = lesson.find_machine(parameters)
-        folder, resolved = lesson.open_run(parameters, machine)
+        by_lesson = split_parameters(parameters, stems)
+        of_the_run = lesson.RunParameters.model_validate(parameters)
+        machine = lesson.find_machine(of_the_run)
+        folder, resolved = lesson.open_run(of_the_run, machine)
         work.opened(folder)
         print(tr("profile {name}, run {folder}", name=resolved.name, folder=folder.path), flush=True)
         for number, stem in enumerate(stems, 1):
@@ -69,7 +68,7 @@ def run(stems: Sequence[str], given: dict[str, str]) -> RunFolder:
             if received:
                 raise _stopped(stem, signal.Signals(received[0]))
             if stem == "03_qlora":
-                _require_complete(folder)
+                lesson.require_trained(folder)
     work.ended("finished", summary(folder))
     return folder
 
@@ -87,20 +86,6 @@ def _stopped(stem: str, received: signal.Signals) -> CourseError:
             "Give the same command again. What is done is not repeated, and a training that was stopped continues."
         ),
     )
-
-
-def _require_complete(folder: RunFolder) -> None:
-    """End a run whose training has not reached its last step."""
-    trained = record.load(folder.facts).lessons.trained
-    if not trained.ended:
-        raise Unfinished(
-            tr(
-                "The training has ended at step {step} of {steps}, so the next lessons wait.",
-                step=trained.steps,
-                steps=trained.planned_steps,
-            ),
-            todo=tr("Give the same command again, which continues it."),
-        )
 
 
 def execute(stem: str, output: Path, values: Facts) -> None:
@@ -148,14 +133,10 @@ def execute(stem: str, output: Path, values: Facts) -> None:
 
 def summary(folder: RunFolder) -> str:
     """Where everything is, and whether the tuning helped."""
-    lines = [
-        f"{display.pad(tr('notebooks'), 10)} {folder.notebooks}",
-        f"{display.pad(tr('report'), 10)} {folder.report}",
-        f"{display.pad(tr('facts'), 10)} {folder.facts}",
-    ]
-    merged = record.read(folder.facts)["lessons"].get("04_merge", {})
-    evaluation = merged.get("evaluation", {})
-    if "verdict" in evaluation:
+    lines = [tr("results      {folder}: report.md, facts.json, notebooks", folder=folder.path)]
+    evaluation = record.load_facts(folder.facts).lessons.merged.evaluation
+    if evaluation.verdict:
+        outcome = record.outcome(evaluation.verdict, evaluation.general.verdict)
         page = folder.path / "evaluation" / "report.html"
-        lines.append(tr("the tuning   {verdict}; why: {page}", verdict=record.outcome(evaluation), page=page))
+        lines.append(tr("the tuning   {verdict}; why: {page}", verdict=outcome, page=page))
     return "\n".join(lines)

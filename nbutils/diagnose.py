@@ -1,16 +1,15 @@
 """When it breaks: what an error message means, and what the numbers of a run show.
 
-`symptoms.yaml` has cause and remedy: of error messages by a pattern, of runs by the name of one of the `CHECKS` below,
-each of which looks at one thing and says what it saw.
+`symptoms.yaml` has cause and remedy: of error messages by a pattern, of runs by the name of a fault, for which
+`examine` looks.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -25,21 +24,22 @@ from nbutils.language import tr
 from nbutils.record import Count, Evaluation, Recorded, RunFolder, TrainingFacts
 from nbutils.tracking import Curve, best_of, loss_history, read_history, validation_history
 
-PIECE = 2**21  # bytes of a log that are read at a time
-MOST_PIECES = 2**9  # of what has no end
-LAST_PIECES = 3  # of a long log are searched, and the first
+MOST_READ = 2**28  # bytes of a log; a device has no end
+FIRST_BYTES = 2**21  # that are searched
+LAST_BYTES = 2**23
 FEW_STEPS = 20
 LARGE_SHARE = 0.1
 FLAT = 0.95  # the last loss as a share of the first
 RISEN = 1.1  # the last loss as a share of the first, or of the best
 Entry = Mapping[str, str]  # of the table: cause, todo, and for a message its pattern, `seen`
+Faults = Iterator[tuple[str, str]]  # the name of each in the table, and what was seen of it
 
 
 @dataclass(frozen=True)
 class Finding:
     """What was seen, why, and what to do."""
 
-    seen: str
+    symptom: str
     cause: str
     todo: str
 
@@ -52,16 +52,10 @@ def symptoms() -> dict[str, dict[str, Entry]]:
 
 
 def read_log(file: IO[bytes]) -> str:
-    """The beginning and the end of a log of any size; of what has no end, such as a device, a part."""
-    first = file.read(PIECE)
-    last: deque[bytes] = deque(maxlen=LAST_PIECES)
-    piece = first
-    for _ in range(MOST_PIECES):
-        if len(piece) < PIECE:  # the end: whoever pastes would have to end it twice if it were read on
-            break
-        piece = file.read(PIECE)
-        last.append(piece)
-    return b"".join([first, *last]).decode(errors="replace")
+    """The beginning and the end of a log."""
+    log = file.read(MOST_READ)
+    rest = log[FIRST_BYTES:]
+    return (log[:FIRST_BYTES] + rest[-LAST_BYTES:]).decode(errors="replace")
 
 
 def explain(text: str) -> dict[str, Finding]:
@@ -84,7 +78,7 @@ def _finding(seen: str, entry: Entry) -> Finding:
     return Finding(seen, tr(entry["cause"]), tr(entry["todo"]))
 
 
-class DataCard(Recorded):
+class CheckedRows(Recorded):
     """What is read of data_card.json."""
 
     rows: Count = 0
@@ -99,26 +93,27 @@ class Trained:
     validation: Curve
     facts: TrainingFacts = field(default_factory=TrainingFacts)
     evaluation: Evaluation = field(default_factory=Evaluation)
-    card: DataCard = field(default_factory=DataCard)
+    rows: CheckedRows = field(default_factory=CheckedRows)
     merge_is_outdated: bool = False
     failure: str = ""  # how a training ended that neither finished nor was asked to stop
 
     @classmethod
     def of(cls, run: RunFolder) -> Trained:
         """Read what there is in a run folder."""
-        with record.reading(run.data / "data_card.json"):
-            card = DataCard.model_validate(read_object(run.data / "data_card.json"))
+        card = run.data / "data_card.json"
+        with record.reading(card):
+            rows = CheckedRows.model_validate(read_object(card))
         failure = _failure(run)
         if failure:  # its curves, facts and evaluation were not written: those that are here are of an earlier stop
-            return cls([], [], card=card, failure=failure)
-        lessons = record.load(run.facts).lessons
+            return cls([], [], rows=rows, failure=failure)
+        lessons = record.load_facts(run.facts).lessons
         log = read_history(run.logs / "history.json")
         return cls(
             loss_history(log),
             validation_history(log),
             facts=lessons.trained,
             evaluation=Evaluation() if run.merge_is_outdated else lessons.merged.evaluation,
-            card=card,
+            rows=rows,
             merge_is_outdated=run.merge_is_outdated,
         )
 
@@ -127,12 +122,6 @@ class Trained:
         """The training loss at the start and at the end, each a mean of a few; zeros if there is none."""
         losses = [loss for _, loss in self.train if math.isfinite(loss)] or [0.0]
         return fmean(losses[:3]), fmean(losses[-3:])
-
-    @property
-    def fall(self) -> str:
-        """The two, for people."""
-        first, last = self.ends
-        return tr("the training loss went from {first:.3g} to {last:.3g}", first=first, last=last)
 
 
 def _failure(run: RunFolder) -> str:
@@ -146,12 +135,19 @@ def _failure(run: RunFolder) -> str:
     return " ".join([last.state_text(), *last.progress.notes[-1:]])
 
 
-def failed(run: Trained) -> str:
-    """The training ended with an error, or its process is gone."""
-    return run.failure
+def _in_the_loss(run: Trained) -> Faults:
+    """The training loss is not a number, rises, or hardly moves."""
+    if seen := _not_a_number(run):
+        yield "not_a_number", seen
+    first, last = run.ends
+    fall = tr("the training loss went from {first:.3g} to {last:.3g}", first=first, last=last)
+    if last > RISEN * first:
+        yield "diverging", fall
+    elif last > FLAT * first and len(run.train) > 5:
+        yield "flat", fall
 
 
-def not_a_number(run: Trained) -> str:
+def _not_a_number(run: Trained) -> str:
     """The loss is NaN or infinite: the log says so, or ends before the training did, or float16 skipped many steps."""
     steps = run.facts.steps
     wrong = [step for step, loss in run.train if not math.isfinite(loss)]
@@ -168,144 +164,75 @@ def not_a_number(run: Trained) -> str:
     return ""
 
 
-def diverging(run: Trained) -> str:
-    """The loss rises instead of falling."""
-    first, last = run.ends
-    return run.fall if last > RISEN * first else ""
-
-
-def flat(run: Trained) -> str:
-    """The loss hardly moves."""
-    first, last = run.ends
-    if len(run.train) > 5 and FLAT * first < last <= RISEN * first:
-        return run.fall
-    return ""
-
-
-def overfitting(run: Trained) -> str:
-    """The validation loss rises again while the training loss goes on falling."""
+def _in_the_validation(run: Trained) -> Faults:
+    """The validation loss never fell, or rose again while the training loss went on falling."""
     best = best_of(run.validation)
-    first, last = run.ends
-    if best is None or last >= first:
-        return ""
+    if best is None:
+        return
     step, lowest = best
     _, final = run.validation[-1]
-    if final <= RISEN * lowest:
-        return ""
-    return tr("validation loss {best:.3g} at step {step}, {last:.3g} at the end", best=lowest, step=step, last=final)
-
-
-def never_better(run: Trained) -> str:
-    """The validation loss was lowest before the training."""
-    best = best_of(run.validation)
-    if best is None or best[0] > 0 or len(run.validation) < 2:
-        return ""
-    return tr("the validation loss never fell below {first:.3g}, where it began", first=best[1])
-
-
-def few_steps(run: Trained) -> str:
-    """There were too few steps to learn much."""
-    if 0 < run.facts.steps <= FEW_STEPS:
-        return tr("{steps} steps", steps=run.facts.steps)
-    return ""
-
-
-def unfinished(run: Trained) -> str:
-    """The training did not reach its planned steps."""
-    facts = run.facts
-    if not facts.ended:
-        return tr("step {steps} of {planned}", steps=facts.steps, planned=facts.planned_steps)
-    return ""
-
-
-def rows_lost(run: Trained) -> str:
-    """Many rows could not be used, or are longer than max_length."""
-    card = run.card
-    long = run.facts.rows_left_out
-    many_rejected = card.rejected > LARGE_SHARE * card.rows
-    many_long = long > LARGE_SHARE * (run.facts.examples + long)
-    if many_rejected or many_long:
-        return tr(
-            "{rejected} of {rows} rows rejected, {long} too long", rejected=card.rejected, rows=card.rows, long=long
+    first, last = run.ends
+    if step == 0 and len(run.validation) > 1:
+        yield "never_better", tr("the validation loss never fell below {first:.3g}, where it began", first=lowest)
+    if last < first and final > RISEN * lowest:
+        yield (
+            "overfitting",
+            tr("validation loss {best:.3g} at step {step}, {last:.3g} at the end", best=lowest, step=step, last=final),
         )
-    return ""
 
 
-def out_of_memory(run: Trained) -> str:
-    """The training ran out of memory and went on with slower settings."""
-    if rungs := run.facts.oom_rungs:
-        return tr("out of memory, {times} times", times=len(rungs))
-    return ""
+def _in_the_training(run: Trained) -> Faults:
+    """It failed, was short, lost rows, or ran out of memory and went on with slower settings."""
+    facts = run.facts
+    rows = run.rows
+    if run.failure:
+        yield "failed", run.failure
+    if 0 < facts.steps <= FEW_STEPS:
+        yield "few_steps", tr("{steps} steps", steps=facts.steps)
+    if not facts.ended:
+        yield "unfinished", tr("step {steps} of {planned}", steps=facts.steps, planned=facts.planned_steps)
+    too_long = facts.rows_left_out
+    many_too_long = too_long > LARGE_SHARE * (facts.examples + too_long)
+    if many_too_long or rows.rejected > LARGE_SHARE * rows.rows:
+        seen = tr(
+            "{rejected} of {rows} rows rejected, {long} too long", rejected=rows.rejected, rows=rows.rows, long=too_long
+        )
+        yield "rows_lost", seen
+    if facts.oom_rungs:
+        yield "out_of_memory", tr("out of memory, {times} times", times=len(facts.oom_rungs))
 
 
-def merge_outdated(run: Trained) -> str:
-    """The merged model is of an earlier training."""
-    return tr("the merged model is older than the adapter") if run.merge_is_outdated else ""
-
-
-def did_not_help(run: Trained) -> str:
-    """Lesson 04 found no gain."""
+def _in_the_merged_model(run: Trained) -> Faults:
+    """It is of an earlier training, no better than the base, or does not end its answers."""
+    if run.merge_is_outdated:
+        yield "merge_outdated", tr("the merged model is older than the adapter")
     verdict = run.evaluation.verdict
-    if verdict in ("", "helped"):
-        return ""
-    return tr("verdict of lesson 04: {verdict}", verdict=tr(verdict))
-
-
-def endless_answers(run: Trained) -> str:
-    """Many answers of the merged model do not end by themselves."""
+    if verdict not in ("", "helped"):
+        yield "did_not_help", tr("verdict of lesson 04: {verdict}", verdict=tr(verdict))
     score = run.evaluation.scores.get("stopped", record.Score())
     stopped = score.merged.mean
     if stopped is not None and stopped < 1 - LARGE_SHARE:
-        return tr("{share:.0%} of the answers do not stop", share=1 - stopped)
-    return ""
-
-
-CHECKS: Sequence[Callable[[Trained], str]] = (
-    failed,
-    not_a_number,
-    diverging,
-    never_better,
-    flat,
-    overfitting,
-    few_steps,
-    unfinished,
-    rows_lost,
-    out_of_memory,
-    merge_outdated,
-    did_not_help,
-    endless_answers,
-)
+        yield "endless_answers", tr("{share:.0%} of the answers do not stop", share=1 - stopped)
 
 
 def examine(run: Trained) -> dict[str, Finding]:
-    """Everything that is wrong with a training, by name of the check.
+    """Everything that is wrong with a training, by name of the fault.
 
     Example: diagnose.examine(diagnose.Trained.of(lesson.run))
     """
     findings = {}
-    for check in CHECKS:
-        if seen := check(run):
-            findings[check.__name__] = _finding(seen, symptoms()["runs"][check.__name__])
+    for look in (_in_the_loss, _in_the_validation, _in_the_training, _in_the_merged_model):
+        for name, seen in look(run):
+            findings[name] = _finding(seen, symptoms()["runs"][name])
     return findings
 
 
-def show_causes(message: str) -> None:
-    """What an error message means, as a table; where to look on if it is not known.
-
-    Example: diagnose.show_causes("torch.OutOfMemoryError: CUDA out of memory.")
-    """
-    if findings := explain(message):
-        show(findings)
-        return
-    print(tr("This message is not in the table. docs/faq.md has more; `python -m nbutils doctor` checks the machine."))
-
-
 def show(findings: Mapping[str, Finding]) -> None:
-    """Findings as a table; one line if there are none."""
+    """Findings as a table; where to look on if there are none.
+
+    Example: diagnose.show(diagnose.explain("torch.OutOfMemoryError: CUDA out of memory."))
+    """
     if not findings:
-        print(tr("Nothing known is wrong here."))
+        print(tr("Nothing known is wrong here. docs/faq.md has more; `python -m nbutils doctor` checks the machine."))
         return
-    rows = []
-    for finding in findings.values():
-        rows.append({tr("symptom"): finding.seen, tr("cause"): finding.cause, tr("to do"): finding.todo})
-    display.show_table(rows)
+    display.show_table([asdict(finding) for finding in findings.values()])

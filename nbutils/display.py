@@ -5,60 +5,41 @@ from __future__ import annotations
 import importlib.util
 import io
 import math
-import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from nbutils.config import shown
-from nbutils.errors import CourseError
-from nbutils.files import read_json
+from nbutils.files import read_json, replacement
 from nbutils.language import joined, language, printable, tr
 from nbutils.platforms import detect, in_kernel
 
 ACCENT = "var(--jp-brand-color1, #2979c9)"
 ALARM = "var(--jp-warn-color1, #e07b00)"
-WIDTH = 760  # of the live curve
-HEIGHT = 96
-POINTS = 160
-CHOICE_WIDTHS = (40, 26, 50)  # of a table of choices: what, value, why
+POINTS = 160  # of the live curve, at most
+FEW_POINTS = 30  # of a plotted curve; each is marked
 WRAPPED_WIDTH = 110  # of a line of prose
 LIVE_LINE = re.compile(r"\[WARN\]|[^:]* · ")  # of a training, in any language
 FONT = "fonts/NotoSansSC-Regular.ttf"  # in the package zhplot: matplotlib's own font has no Chinese
 CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curves.py
-PIECE = re.compile(r"(?:[\u2e80-\uffef]|[^\s\u2e80-\uffef]+)[，。：；、）》”]*|\s+")  # lines break between two of them
 Losses = Sequence[tuple[int, float]]  # step and loss
 Row = Mapping[str, Any]  # of a table: its cells by heading
-Cells = Sequence[str]
-
-
-def width(text: str) -> int:
-    """The columns a text takes in a terminal: a Chinese character takes two."""
-    from wcwidth import wcswidth  # the export environment has none, and shows no columns
-
-    columns = wcswidth(text)
-    return columns if columns >= 0 else len(text)  # control characters have no width
 
 
 def pad(text: str, columns: int) -> str:
-    """A text with spaces up to so many columns."""
-    return text + " " * (columns - width(text))
+    """A text with spaces up to so many columns of a terminal: a Chinese character takes two."""
+    import wcwidth  # the export environment has none, and shows no columns
+
+    return wcwidth.ljust(text, columns)
 
 
 def wrap(text: str, columns: int = WRAPPED_WIDTH) -> list[str]:
-    """A text in lines of so many columns, broken at spaces and between Chinese characters."""
-    lines = [""]
-    for piece in PIECE.findall(text):
-        parts = piece if width(piece) > columns else [piece]  # a word longer than a line is broken anywhere
-        for part in parts:
-            if width(lines[-1] + part) > columns:
-                lines.append("")
-            if lines[-1] or not part.isspace():
-                lines[-1] += part
-    return [line.rstrip() for line in lines if line]
+    """A text in lines of so many columns."""
+    import wcwidth
+
+    return wcwidth.wrap(text, columns, break_on_hyphens=False)
 
 
 def render(template: str, **values: Any) -> str:
@@ -70,7 +51,7 @@ def render(template: str, **values: Any) -> str:
     return page.render(accent=ACCENT, alarm=ALARM, tr=tr, **values)
 
 
-def show(template: str, text: str, **values: Any) -> None:
+def show_page(template: str, text: str, **values: Any) -> None:
     """A page of templates/ in a notebook; `text` in a terminal."""
     text = printable(text)
     if not in_kernel():
@@ -92,7 +73,7 @@ def show_table(rows: Sequence[Row], title: str = "", text: str = "") -> None:
             entry = joined([tr(name), str(value)], ":")
             lines.append(f"  {entry}")
         lines.append("")
-    show("table.html", text or "\n".join(lines), rows=rows, title=title)
+    show_page("table.html", text or "\n".join(lines), rows=rows, title=title)
 
 
 def show_choices(resolved: Any, only: Sequence[str] = ("",)) -> None:
@@ -100,20 +81,17 @@ def show_choices(resolved: Any, only: Sequence[str] = ("",)) -> None:
 
     Example: display.show_choices(lesson.resolved, only=["lora", "sft.learning_rate"])
     """
-    wanted = (*only, *resolved.set_values)
+    shown_names = (*only, *resolved.set_values)
     rows = []
-    lines: list[Cells] = []
     for name, choice in resolved.choices.items():
-        if name.startswith(wanted) and name != "about":
+        if name.startswith(shown_names) and name != "about":
             row = {
-                tr("what"): name,
-                tr("value"): shown(choice.value),
-                tr("why"): choice.reason,
+                "what": name,
+                "value": shown(choice.value),
+                "why": choice.reason,
             }
             rows.append(row)
-            lines += zip_longest(*map(wrap, row.values(), CHOICE_WIDTHS), fillvalue="")
-    title = tr("The values of the profile {name}, each with its reason.", name=resolved.name)
-    show_table(rows, text=f"{title}\n{columns_of(lines)}")
+    show_table(rows, text=aligned(rows))
 
 
 def show_answers(rows: Sequence[Row], **answers: Sequence[str]) -> None:
@@ -121,33 +99,29 @@ def show_answers(rows: Sequence[Row], **answers: Sequence[str]) -> None:
 
     Example: display.show_answers(eval_rows[:3], before=before, after=after)
     """
-    names = {"before": tr("before"), "after": tr("after")}
     table = []
     for number, row in enumerate(rows):
         *_, question, expected = row["messages"]
-        cells = {tr("question"): question["content"], tr("expected"): expected["content"]}
+        cells = {"question": question["content"], "expected": expected["content"]}
         for name, texts in answers.items():
-            cells[names.get(name, name)] = texts[number]
+            cells[name] = texts[number]
         table.append(cells)
     show_table(table)
 
 
 def aligned(rows: Sequence[Row]) -> str:
-    """Rows of a table as columns of text.
+    """Rows of a table as columns of text, each as wide as its widest cell.
 
     Example: print(display.aligned([{"GPU": "T4", "GiB": 15}, {"GPU": "A100", "GiB": 40}]))
     """
+    import wcwidth
+
     if not rows:
         return ""
     lines = [[tr(name) for name in rows[0]]]
     for row in rows:
         lines.append([str(value) for value in row.values()])
-    return columns_of(lines)
-
-
-def columns_of(lines: Sequence[Cells]) -> str:
-    """Lines of cells as text, each column as wide as its widest cell."""
-    widths = [max(map(width, column)) for column in zip(*lines, strict=True)]
+    widths = [max(map(wcwidth.width, column)) for column in zip(*lines, strict=True)]
     padded = ["  ".join(map(pad, cells, widths)).rstrip() for cells in lines]
     return printable("\n".join(padded))
 
@@ -169,15 +143,9 @@ def plot_loss_examples(path: Path | None = None) -> None:
     """Four measured trainings side by side: healthy, too slow, diverging and overfitting."""
     panels = {}
     for name, example in read_json(CURVES).items():
-        settings = example["settings"]
-        caption = tr(
-            "rate {learning_rate:g}, {row_count} rows, {steps} steps",
-            learning_rate=settings["learning_rate"],
-            row_count=settings["row_count"],
-            steps=settings["steps"],
-        )
-        panels[f"{tr(name.replace('_', ' '))}\n{caption}"] = example
-    _plot_panels(panels, path)
+        title = tr(name.replace("_", " "))
+        panels[title] = {tr("training"): example["train"], tr("validation"): example["validation"]}
+    plot_panels(panels, path)
 
 
 def plot_losses(history: Row, path: Path | None = None, title: str = "Loss") -> None:
@@ -185,25 +153,25 @@ def plot_losses(history: Row, path: Path | None = None, title: str = "Loss") -> 
 
     Example: display.plot_losses({"train": [(1, 2.0), (2, 1.5)], "validation": [(2, 1.6)]})
     """
-    _plot_panels({tr(title): history}, path)
+    curves = {tr("training"): history["train"], tr("validation"): history.get("validation")}
+    plot_panels({tr(title): curves}, path)
 
 
-def _plot_panels(panels: Mapping[str, Row], path: Path | None) -> None:
+def plot_panels(panels: Mapping[str, Mapping[str, Losses | None]], path: Path | None = None) -> None:
+    """Loss curves by label, in a panel for each title."""
     size = (max(7, 3.4 * len(panels)), 3)
     figure = pyplot().figure(figsize=size)
     for number, (title, curves) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(1, len(panels), number, xlabel=tr("step"), ylabel=tr("loss"))
         axes.set_title(title, fontsize=10)
-        axes.plot(*zip(*curves["train"], strict=True), label=tr("training"))
-        if validation := curves.get("validation"):
-            step, loss = min(validation, key=lambda point: point[1])
-            label = tr("validation, best: {loss:.3f} at step {step}", loss=loss, step=step)
-            axes.plot(
-                *zip(*validation, strict=True),
-                "o-",
-                ms=4,
-                label=label,
-            )
+        for label, curve in curves.items():
+            if curve:
+                marker = "o" if len(curve) < FEW_POINTS else None
+                axes.plot(
+                    *zip(*curve, strict=True),
+                    marker=marker,
+                    label=label,
+                )
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
@@ -211,17 +179,13 @@ def _plot_panels(panels: Mapping[str, Row], path: Path | None) -> None:
 
 
 def show_figure(figure: Any, path: Path | None = None) -> None:
-    """Show a figure in a notebook, and save it to `path` if one is given; only figures of ours are overwritten."""
+    """Show a figure in a notebook, and save it to `path` if one is given."""
     import matplotlib.pyplot as plt
 
     if path:
-        if os.path.lexists(path) and (path.is_symlink() or b"Matplotlib" not in path.read_bytes()[:1000]):
-            raise CourseError(
-                tr("{path} exists, and is not a plot of this course.", path=path),
-                todo=tr("Move it away, or name another file."),
-            )
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120, format="png")
+        with replacement(path) as file:  # a link of that name is replaced, not followed
+            figure.savefig(file, dpi=120, format="png")
     if in_kernel():
         plt.show()
     plt.close(figure)
@@ -274,20 +238,19 @@ class LiveOutput:
 
 def live_line(parts: Mapping[str, str]) -> str:
     """The numbers in one line."""
-    texts = []
-    for name, value in parts.items():
-        if name == "loss":
-            value = tr("loss {value}", value=value)
-        elif name == "validation":
-            value = tr("validation {value}", value=value)
-        elif name == "left":
-            value = tr("{value} left", value=value)
-        elif name == "tokens/s":
-            value = f"{value} tokens/s"
-        elif name == "GPU":
-            value = f"GPU {value}"
-        texts.append(value)
-    return " · ".join(texts)
+    return " · ".join(_worded(name, value) for name, value in parts.items())
+
+
+def _worded(name: str, value: str) -> str:
+    """A number of a training with the word that says what it is."""
+    texts = {
+        "loss": tr("loss {value}", value=value),
+        "validation": tr("validation {value}", value=value),
+        "left": tr("{value} left", value=value),
+        "tokens/s": f"{value} tokens/s",
+        "GPU": f"GPU {value}",
+    }
+    return texts.get(name, value)
 
 
 def live_page(
@@ -295,33 +258,21 @@ def live_page(
 ) -> str:
     """Numbers by name, how far the training is, its curves and notes, as HTML."""
     stride = max(1, math.ceil(len(losses) / POINTS))
-    thinned = dict(losses[::stride]) | dict(losses[-1:])
-    drawn = [_finite(thinned.items()), _finite(validation)]
-    values = [loss for curve in drawn for _, loss in curve]
-    low = min(values, default=0.0)
-    high = max(values, default=0.0)
-    lines = []
-    for curve in drawn:
-        points = []
-        for at, loss in curve:
-            x = WIDTH * at / max(last, 1)
-            y = 16 + HEIGHT * (high - loss) / ((high - low) or 1.0)
-            points.append(f"{x:.1f},{y:.1f}")
-        lines.append(" ".join(points))
+    curves = [_finite(losses[::stride]), _finite(validation)]
+    values = [loss for curve in curves for _, loss in curve] or [0.0]
     return render(
         "live.html",
         parts=parts,
         notes=notes,
-        lines=lines,
-        low=low,
-        high=high,
-        width=WIDTH,
-        height=HEIGHT,
-        percent=100 * step / max(last, 1),
+        curves=curves,
+        low=min(values),
+        high=max(values),
+        last=max(last, 1),
+        step=step,
     )
 
 
-def _finite(curve: Iterable[tuple[int, float]]) -> Losses:
+def _finite(curve: Losses) -> Losses:
     return [(step, loss) for step, loss in curve if math.isfinite(loss)]
 
 

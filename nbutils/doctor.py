@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from urllib.parse import urlsplit
 
 from nbutils import disk, display, hardware, install, platforms, record
 from nbutils.errors import CourseError
@@ -17,7 +16,6 @@ from nbutils.record import Facts
 ROOMS = ("work", "scratch", "keep")
 KEEP_LASTS = "keep lasts"
 MODEL_HUB = "model hub"
-LABELS = (*ROOMS, KEEP_LASTS, MODEL_HUB, "platform", "system", "processors", "memory", "time", "precision", "packages")
 
 
 @dataclass
@@ -53,14 +51,14 @@ class Report:
         """The checks that must be fixed before training, by name."""
         return [check.name for check in self.checks if check.status == "FAIL"]
 
+    def counts(self) -> str:
+        """How many checks are OK, and how many are not."""
+        statuses = Counter(check.status for check in self.checks)
+        return joined(f"{statuses[status]} {status}" for status in ("OK", "WARN", "FAIL"))
+
     def text(self) -> str:
         """The report for people."""
-        statuses = [check.status for check in self.checks]
-        counts = joined(f"{statuses.count(status)} {status}" for status in ("OK", "WARN", "FAIL"))
-        conclusion = tr("{counts}. This machine can be used.", counts=counts)
-        if self.failures:
-            conclusion = tr("{counts}. Fix what says FAIL before you train.", counts=counts)
-        return "\n".join([*map(str, self.checks), "", conclusion])
+        return "\n".join([*map(str, self.checks), "", self.counts()])
 
     def require(self) -> None:
         """Print what needs attention; stop if anything must be fixed first.
@@ -68,8 +66,7 @@ class Report:
         Example: doctor.examine().require()
         """
         problems = [check for check in self.checks if check.todo]
-        total = len(self.checks)
-        print(*problems, tr("{good} of {total} checks are OK.", good=total - len(problems), total=total), sep="\n")
+        print(*problems, self.counts(), sep="\n")
         if self.failures:
             raise CourseError(
                 tr("Some checks of this machine failed: {names}.", names=joined(map(tr, self.failures))),
@@ -78,13 +75,12 @@ class Report:
 
     def facts(self) -> Facts:
         """What goes into the facts.json of a lesson."""
-        return {
-            "precision": self.values["precision"],
-            "keep_lasts": self.values["keep_lasts"],
-            "limits": self.values["limits"],
+        facts = {name: self.values[name] for name in ("precision", "keep_lasts", "limits")}
+        warnings = [check.name for check in self.checks if check.todo]
+        return facts | {
             "device_works": not {"torch", "GPU"} & set(self.failures),
             "free_gib": round(self.values["room"]["keep"]["free_gib"], 1),
-            "warnings": "; ".join(check.name for check in self.checks if check.todo) or "none",
+            "warnings": "; ".join(warnings) or "none",
         }
 
     def as_dict(self) -> Facts:
@@ -101,11 +97,10 @@ def examine() -> Report:
         try:
             checks += look(platform, folders)
         except Exception as problem:  # a report with one gap is worth more than none
-            line = f"{type(problem).__name__}: {problem}".partition("\n")[0]
             checks.append(
                 Check(
                     look.__name__.removeprefix("check_"),
-                    tr("could not be looked at ({problem})", problem=line),
+                    tr("could not be looked at ({problem})", problem=f"{type(problem).__name__}: {problem}"),
                     tr("continue; if a lesson stops, report this line"),
                 )
             )
@@ -118,10 +113,11 @@ def _values(platform: Platform, folders: Folders) -> Facts:
         gpu = hardware.gpu()
     except Exception:  # no torch, or a driver that fails: its check says so
         gpu = None
-    hours = platform.entry.hours
+    places = {"inputs": str(folders.inputs) if folders.inputs else None}
     room = {}
     for name in ROOMS:
         folder = getattr(folders, name)
+        places[name] = str(folder)
         room[name] = {"free_gib": round(disk.free_gib(folder), 2), "free_inodes": disk.free_inodes(folder)}
     return {
         "platform": asdict(platform),
@@ -129,30 +125,27 @@ def _values(platform: Platform, folders: Folders) -> Facts:
         "keep_lasts": folders.lasting,
         "precision": hardware.dtype(gpu).value,
         "versions": {"python": sys.version.split()[0]} | record.versions(),
-        "folders": {
-            "work": str(folders.work),
-            "scratch": str(folders.scratch),
-            "keep": str(folders.keep),
-            "inputs": str(folders.inputs) if folders.inputs else None,
-        },
+        "folders": places,
         "room": room,
         "limits": {
-            "hours": hours or None,
-            "hours_left": round(_hours_left(platform), 2) if hours else None,
+            "hours": platform.entry.hours or None,
+            "hours_left": _hours_left(platform),
             "processors": round(platforms.processors().value, 2),
             "memory_gib": round(platforms.memory_gib().value, 2),
         },
     }
 
 
-def _hours_left(platform: Platform) -> float:
-    return platform.entry.hours - platforms.session_seconds(platform) / 3600
+def _hours_left(platform: Platform) -> float | None:
+    """How long this machine stays; None where there is no limit."""
+    hours = platform.entry.hours
+    used = platforms.session_seconds(platform) / 3600
+    return round(max(hours - used, 0.0), 2) if hours else None
 
 
 def check_machine(platform: Platform, folders: Folders) -> Iterator[Check]:
     """Where this is, and what it allows for how long."""
-    batch = tr(", a batch run") if platform.batch else ""
-    yield Check("platform", f"{platform.name}{batch} ({tr(platform.evidence)})")
+    yield Check("platform", f"{platform.name} ({tr(platform.evidence)})")
     if sys.platform == "win32":
         yield Check(
             "system",
@@ -162,28 +155,15 @@ def check_machine(platform: Platform, folders: Folders) -> Iterator[Check]:
                 "make gcc python3-venv; 3. git clone ADDRESS, cd into it, make course"
             ),
         )
-    processors = platforms.processors()
-    count = round(processors.value, 2)
-    yield Check("processors", tr("{count:g} (read from {source})", count=count, source=processors.source))
     memory = platforms.memory_gib()
     todo = tr("prepare data here; to train, start a machine with a GPU and at least 8 GiB of memory")
-    yield Check(
-        "memory",
-        tr("{size:.1f} GiB (read from {source})", size=memory.value, source=memory.source),
-        todo if memory.value < 4 else "",
-    )
-
-
-def check_time(platform: Platform, folders: Folders) -> Iterator[Check]:
-    """How long this machine stays."""
-    hours = platform.entry.hours
-    if not hours:
-        yield Check("time", tr("no time limit"))
-        return
-    left = max(0.0, _hours_left(platform))
-    todo = tr("start a new machine before a long training; a run that began here is continued there")
-    seen = tr("about {left:.1f} of {hours:g} hours are left", left=left, hours=hours)
-    yield Check("time", seen, todo if left < 1 else "")
+    seen = tr("{size:.1f} GiB, {count:g} processors", size=memory.value, count=round(platforms.processors().value, 2))
+    yield Check("memory", seen, todo if memory.value < 4 else "")
+    left = _hours_left(platform)
+    if left is not None:
+        todo = tr("start a new machine before a long training; a run that began here is continued there")
+        seen = tr("about {left:.1f} of {hours:g} hours are left", left=left, hours=platform.entry.hours)
+        yield Check("time", seen, todo if left < 1 else "")
 
 
 def check_folders(platform: Platform, folders: Folders) -> Iterator[Check]:
@@ -192,27 +172,29 @@ def check_folders(platform: Platform, folders: Folders) -> Iterator[Check]:
         folder = getattr(folders, name)
         free = disk.free_gib(folder)
         files = disk.free_inodes(folder)
+        seen = tr("{folder}, {free:.1f} GiB free", folder=folder, free=free)
+        todo = ""
+        status = "WARN"
         if why := platforms.cannot_write(disk.nearest(folder)):
-            todo = tr("make it writable, restart the machine, or set NBUTILS_HOME to a folder you may write to")
             seen = tr("{folder} cannot be written ({why})", folder=folder, why=why)
-            yield Check(name, seen, todo, "WARN" if name == "work" else "FAIL")
+            todo = tr("make it writable, restart the machine, or set NBUTILS_HOME to a folder you may write to")
+            status = "WARN" if name == "work" else "FAIL"
         elif files is not None and files < disk.FEWEST_FILES:
             seen = tr("{folder}, room for {files} files", folder=folder, files=files)
-            yield Check(name, seen, tr("delete folders with many small files there"))
-        else:
-            todo = tr("delete what you no longer need there: a merged model may need more than this")
-            seen = tr("{folder}, {free:.1f} GiB free", folder=folder, free=free)
-            yield Check(name, seen, todo if free < 5 else "")
+            todo = tr("delete what you no longer need there")
+        elif free < 5:
+            todo = tr("delete what you no longer need there")
+        yield Check(name, seen, todo, status)
     if platform.name == "kaggle" and not platform.batch:
         seen = tr("only if you save a version: this is an interactive session")
         todo = tr("choose Save Version > Save & Run All, or set Persistence to Files in the notebook's settings")
         yield Check(KEEP_LASTS, seen, todo)
     else:
-        yield Check(KEEP_LASTS, folders.remark, "" if folders.lasting else tr(platform.entry.keep_todo))
+        yield Check(KEEP_LASTS, folders.remark, "" if folders.lasting else platform.entry.keep_todo)
 
 
 def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
-    """torch, the GPU, a real operation on it, and the number format training will use."""
+    """torch, the GPU, and a real operation on it."""
     if version := install.old_torch():
         seen = tr("torch {version}, and the lessons need torch{wanted}", version=version, wanted=install.TORCH)
         yield Check("torch", seen, install.torch_todo(), "FAIL")
@@ -232,17 +214,15 @@ def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
     elif gpu:
         yield Check("GPU", operation.reason)
     else:
-        yield _without_gpu(platform, torch.__version__)
-    precision = hardware.dtype(gpu)
-    yield Check("precision", joined([precision.value, precision.reason], ":"))
+        yield _without_gpu(platform)
 
 
-def _without_gpu(platform: Platform, torch_version: str) -> Check:
+def _without_gpu(platform: Platform) -> Check:
     """Why there is no GPU, as far as that can be seen."""
     if listed := hardware.driver_gpus():
         return Check(
             "GPU",
-            tr("the driver lists {gpu}, but torch {version} cannot use it", gpu=listed[0], version=torch_version),
+            tr("the driver lists {gpu}, but torch cannot use it", gpu=listed[0]),
             tr("install a torch build for CUDA, or a newer driver if it is one already"),
         )
     if sys.platform == "darwin":
@@ -258,41 +238,30 @@ def _without_gpu(platform: Platform, torch_version: str) -> Check:
             ),
         )
     seen = tr("none: lessons run on the CPU, which is enough for the profiles tiny and laptop")
-    return Check("GPU", seen, "" if platform.name == "local" else tr(platform.entry.gpu_todo))
+    return Check("GPU", seen, "" if platform.name == "local" else platform.entry.gpu_todo)
 
 
 def check_packages(platform: Platform, folders: Folders) -> Iterator[Check]:
-    """What the lessons need, and what conflicts with it."""
+    """What the lessons need."""
     missing = install.unsatisfied(install.requirements("train"))
-    blockers = [f"{name}{versions}" for name, versions in install.BLOCKERS.items()]
-    blocking = [blocker for blocker in blockers if not install.unsatisfied([blocker])]
     todo = tr("`python -m nbutils install`, or the first cells of any lesson: both leave torch as it is")
-    yield Check(
-        "packages",
-        tr(
-            "missing: {missing}; conflicting: {blocking}",
-            missing=", ".join(missing) or tr("none"),
-            blocking=", ".join(blocking) or tr("none"),
-        ),
-        todo if missing or blocking else "",
-    )
+    names = ", ".join(missing) or tr("none")
+    seen = tr("missing: {missing}", missing=names)
+    yield Check("packages", seen, todo if missing else "")
 
 
 def check_hub(platform: Platform, folders: Folders) -> Iterator[Check]:
-    """Whether models can be downloaded: the hub, in China also its mirrors, or whatever HF_ENDPOINT names."""
+    """Whether models can be downloaded: from the hub, its mirrors, or what HF_ENDPOINT or NBUTILS_MIRROR names."""
     if network.offline():
         yield Check(MODEL_HUB, tr("not asked: HF_HUB_OFFLINE is set, so only models on this machine are used"))
         return
-    urls = list(network.SOURCES.values()) if platform.entry.china else [network.HUB]
-    if own := os.environ.get("HF_ENDPOINT"):
-        urls = [own]
-    hosts = {urlsplit(url).hostname or "HF_ENDPOINT": url for url in urls}  # without a password
-    seconds = network.measure(hosts, network.SECONDS)
+    urls = network.sources() or network.SOURCES
+    seconds = network.measure(urls, network.SECONDS)
     answers = []
-    for host in hosts:
-        time = f"{seconds[host]:.1f} s" if host in seconds else tr("does not answer")
-        answers.append(f"{host} {time}")
-    yield Check(MODEL_HUB, joined(answers), "" if seconds else tr(platform.entry.hub_todo))
+    for name in urls:
+        time = f"{seconds[name]:.1f} s" if name in seconds else tr("does not answer")
+        answers.append(f"{name} {time}")
+    yield Check(MODEL_HUB, joined(answers), "" if seconds else platform.entry.hub_todo)
 
 
-CHECKS = (check_machine, check_time, check_folders, check_torch, check_packages, check_hub)
+CHECKS = (check_machine, check_folders, check_torch, check_packages, check_hub)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
+import builtins
 import logging
 import os
 import re
@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from nbutils import checkpoints, display, distributed, hardware, install, notices, platforms, profiles, record
 from nbutils.config import Overrides, flat, settings_in, settings_text
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, Unfinished
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
 from nbutils.hardware import GPU
 from nbutils.language import joined, language, print_whatever, tr
@@ -39,8 +39,12 @@ OF_AN_ADAPTER = ("04_merge", "05_serve", "08_export", "09_benchmark")  # what th
 LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark")  # their processes may use every GPU
 TRY_NO_GPU = ("06_scale_out", "99_when_it_breaks")  # its processes try their own; a broken one is what it is for
 LARGEST_ON_CPU = 1  # billions of parameters that a profile without a GPU begins to train
-RUN_NAME = re.compile(r"\w[\w.-]{0,79}")
-TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
+LIMITS = {  # of parameters of a type, or of one by name
+    int: Field(ge=0, le=2**32 - 1),
+    float: Field(ge=0, le=2**32 - 1),
+    "RUN_NAME": Field(pattern=r"^(\w[\w.-]{0,79})?$"),  # a folder
+    "RESUME": Field(pattern=r"^(auto|never|\d+)$"),
+}
 Types = Mapping[str, type]  # of parameters, by name
 
 
@@ -56,7 +60,7 @@ class RunParameters(BaseModel, alias_generator=str.upper):
     save_steps: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class Machine:
     """Where a lesson runs."""
 
@@ -66,14 +70,11 @@ class Machine:
 
 
 @dataclass
-class Lesson:
+class Lesson(Machine):
     """A lesson that was started by `begin`."""
 
     stem: str
     parameters: Facts
-    platform: Platform
-    folders: Folders
-    gpu: GPU | None
     resolved: Resolved
     run: RunFolder
     started: float
@@ -89,7 +90,7 @@ class Lesson:
     @property
     def device_map(self) -> dict[str, int | str] | None:
         """Where `from_pretrained` puts the weights, as the strategy of this training wants it."""
-        return distributed.device_map(self.device, str(self.profile.from_pretrained.dtype), str(self.profile.method))
+        return distributed.device_map(self.device, self.profile.from_pretrained.dtype, self.profile.method)
 
     def with_recipe(self, lengths: Sequence[int], held_out: int | None = None) -> Lesson:
         """The same lesson with the recipe for examples of these lengths (in tokens), `held_out` rows beside them.
@@ -113,9 +114,10 @@ class Lesson:
         if distributed.is_main() and self.parameters.get("RESUME") != "never":
             newest = checkpoints.newest(self.folders, self.run.name)
         newest = distributed.broadcast(newest)
-        if newest is None:
-            return profiles.fit(self.resolved, rows)
-        return profiles.fit(profiles.keep_begun(self.resolved, newest.fingerprint, newest.validation_rows), rows)
+        resolved = self.resolved
+        if newest:
+            resolved = profiles.keep_begun(resolved, newest.fingerprint, newest.validation_rows)
+        return profiles.fit(resolved, rows)
 
     def require(self, stem: str) -> None:
         """Make sure that an earlier lesson's result is in the run folder; if it is not, run that lesson now.
@@ -145,16 +147,12 @@ class Lesson:
                     lesson=stem,
                     others=", ".join(others),
                 ),
-                todo=tr(
-                    'Set RUN_NAME to the run you mean. RUN_NAME = "{run}" runs {lesson} now.',
-                    run=self.run.name,
-                    lesson=stem,
-                ),
+                todo=tr("Set RUN_NAME to the run you mean, or to the name of this one, which runs the lesson now."),
             )
 
     def arguments(self, stem: str, **values: Any) -> list[str]:
         """The words after a lesson's name on its command line: this profile, model and run, and what is given here."""
-        given = {
+        chosen = {
             "PROFILE": self.resolved.source,
             "MODEL": self.parameters.get("MODEL"),
             "RUN_NAME": self.run.name,
@@ -163,8 +161,8 @@ class Lesson:
         }
         words = []
         for name in declared_in(NOTEBOOKS / f"{stem}.py"):
-            if given.get(name):
-                words += [f"--{name}", str(given[name])]
+            if chosen.get(name):
+                words += [f"--{name}", str(chosen[name])]
         return words
 
     def launch(self, command: list[str], processes: int = 1, threads: int = 0, keep: Path | None = None) -> None:
@@ -214,20 +212,18 @@ def _summary(entry: Facts) -> str:
     parts = []
     if "planned_steps" in entry:
         parts.append(tr("step {steps} of {planned}", steps=entry["steps"], planned=entry["planned_steps"]))
-    losses = entry.get("validation_loss") or {}
-    if best := losses.get("best"):
-        parts.append(tr("validation loss {loss:.3g}", loss=best))
     evaluation = entry.get("evaluation", {})
     if "verdict" in evaluation:
-        parts.append(record.outcome(evaluation))
+        general = evaluation.get("general", {})
+        parts.append(record.outcome(evaluation["verdict"], general.get("verdict", "")))
     return joined(parts) or display.clock(entry["seconds"])
 
 
 def require_trained(run: RunFolder) -> None:
     """Refuse the adapter of a training that has not ended, or of other rows than those of the run."""
-    trained = record.load(run.facts).lessons.trained
+    trained = record.load_facts(run.facts).lessons.trained
     if not trained.ended:
-        raise CourseError(
+        raise Unfinished(
             tr(
                 "The training of this run has ended at step {step} of {steps}.",
                 step=trained.steps,
@@ -283,7 +279,7 @@ def begin(stem: str, namespace: Facts) -> Lesson:
     if distributed.strategy():
         strategy = distributed.strategy_name(str(resolved.profile.method))
         print(tr("engine    {engine}, processes: {count}", engine=strategy, count=distributed.world_size()))
-    return Lesson(stem, values, **vars(machine), resolved=resolved, run=run, started=started, work=work)
+    return Lesson(**vars(machine), stem=stem, parameters=values, resolved=resolved, run=run, started=started, work=work)
 
 
 def collect(stem: str, namespace: Facts) -> Facts:
@@ -296,7 +292,7 @@ def collect(stem: str, namespace: Facts) -> Facts:
     values = {}
     for name, kind in types.items():
         if name in namespace:
-            values[name] = parse(name, namespace[name], kind, strict=True)
+            values[name] = parse(name, namespace[name], kind)
     namespace.update(values)
     return values
 
@@ -305,8 +301,7 @@ def _set_by_papermill(cells: Iterable[str]) -> Iterator[str]:
     """The names in the cell that papermill adds."""
     for cell in cells:
         if cell.lstrip().startswith("# Parameters"):
-            names = re.findall(r"^(\w+) =", cell, re.MULTILINE)
-            yield from (name for name in names if not name.startswith("PAPERMILL_"))
+            yield from re.findall(r"^(?!PAPERMILL_)(\w+) =", cell, re.MULTILINE)
 
 
 def _command_line(types: Types) -> Facts:
@@ -314,34 +309,31 @@ def _command_line(types: Types) -> Facts:
     parser = argparse.ArgumentParser(allow_abbrev=False, description="Parameters of this lesson.")
     for name, kind in types.items():
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=kind.__name__)
-    values = vars(parser.parse_args())
-    for name, text in values.items():
-        values[name] = parse(name, text, types[name])
-    return values
+    return vars(parser.parse_args())
 
 
 def declared_in(source: Path) -> dict[str, type]:
     """The parameters of a lesson and their types, read from its `.py` without running it."""
-    types = {}
+    types: dict[str, type] = {}
     for node in ast.parse(source.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.AnnAssign):
             name = ast.unparse(node.target)
             if name.isupper():
-                types[name] = TYPES[ast.unparse(node.annotation)]
+                types[name] = getattr(builtins, ast.unparse(node.annotation))  # str, int, float or bool
     return types
 
 
-def parse(name: str, value: Any, kind: type, strict: bool = False) -> Any:
-    """A parameter as its declared type: text from a command line, or with `strict` the value in a cell."""
+def parse(name: str, value: Any, kind: type) -> Any:
+    """A parameter as its declared type, from a cell or a command line."""
     if kind is str and type(value) in (int, float):
-        return str(value)  # papermill's -p makes a number of RUN_NAME 2024
-    bounded: Any = Annotated[kind, Field(ge=0, le=2**32 - 1)] if kind in (int, float) else kind
+        value = str(value)  # papermill's -p makes a number of RUN_NAME 2024
+    limited: Any = Annotated[kind, LIMITS.get(name) or LIMITS.get(kind)]
     try:
-        return TypeAdapter(bounded).validate_python(value, strict=strict)
+        return TypeAdapter(limited).validate_python(value)
     except ValidationError as problem:
+        reason = problem.errors()[0]["msg"]
         raise CourseError(
-            tr("Parameter {name} is {value!r}.", name=name, value=value),
-            allowed=tr("a value of type {type} (numbers: from 0 to 4294967295)", type=kind.__name__),
+            tr("Parameter {name} is {value!r}. {reason}.", name=name, value=value, reason=reason),
             todo=tr("Correct {name} in the parameters cell, or after -p {name}.", name=name),
         ) from problem
 
@@ -350,11 +342,10 @@ def refuse_unknown(names: Iterable[str], types: Types) -> None:
     """Stop if any name is not a parameter of this lesson."""
     for name in names:
         if name not in types:
-            near = difflib.get_close_matches(name.upper(), types, n=1)
             raise CourseError(
                 tr("Unknown parameter {name}.", name=name),
-                allowed=", ".join(f"{known} ({kind.__name__})" for known, kind in types.items()),
-                todo=tr("Did you mean {name}?", name=near[0]) if near else "",
+                allowed=", ".join(types),
+                todo=tr("Write one of these names."),
             )
 
 
@@ -365,7 +356,8 @@ def find_machine(parameters: RunParameters, try_gpu: bool = True) -> Machine:
     if gpu is None:  # nothing is compiled for a CPU, and bitsandbytes would import torch's compiler: two seconds
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     print(tr("platform  {name} ({evidence})", name=platform.name, evidence=tr(platform.evidence)))
-    for line in platforms.prepare_network(platform, probe=gpu is not None or not _is_bundled(parameters)):
+    is_bundled = parameters.profile in ("auto", "tiny") and not parameters.model  # `auto` takes it without a GPU
+    for line in platforms.prepare_network(platform, probe=gpu is not None or not is_bundled):
         print(line)
     if platform.name == "colab":
         print(tr("drive     {told}", told=platforms.mount_drive(platform)))
@@ -386,16 +378,8 @@ def find_machine(parameters: RunParameters, try_gpu: bool = True) -> Machine:
     return Machine(platform, folders, gpu)
 
 
-def _is_bundled(parameters: RunParameters) -> bool:
-    """Whether the model comes with the course; `auto` takes that one where there is no GPU."""
-    if parameters.model or parameters.profile == "auto":
-        return profiles.is_tiny(parameters.model or "tiny")
-    return profiles.is_tiny(profiles.load(parameters.profile).model)
-
-
 def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Resolved]:
     """The run folder and the resolved profile; an existing run keeps the profile and SET it started with."""
-    _require_valid(parameters)
     folders = machine.folders
     make_folder(folders.keep, tr("runs"))
     make_folder(folders.scratch, tr("scratch files"))
@@ -415,11 +399,11 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
         _require_small(profile, folder_of(Path(profile).stem))
     continued = False
     if profile == "auto" and not model and parameters.run_name:
-        begun = record.load(folder_of("").facts)
-        continued = bool(begun.profile_source and begun.model)
+        beginning = record.load_facts(folder_of("").facts)
+        continued = bool(beginning.profile_source and beginning.model)
         if continued:
-            profile = begun.profile_source
-            model = begun.model
+            profile = beginning.profile_source
+            model = beginning.model
     resolved = profiles.resolve(
         profile,
         model,
@@ -439,40 +423,21 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
     return run, resolved
 
 
-def _require_valid(parameters: RunParameters) -> None:
-    """Refuse a RESUME or a RUN_NAME that cannot be meant."""
-    resume = parameters.resume
-    if resume not in ("auto", "never") and not resume.isdecimal():
-        raise CourseError(
-            tr("RESUME is {value!r}.", value=resume),
-            allowed=tr(
-                "'auto' (the newest checkpoint that verifies), 'never' (start over), or the step of a checkpoint"
-            ),
-            todo=tr("Set RESUME to one of them."),
-        )
-    name = parameters.run_name
-    if name and not RUN_NAME.fullmatch(name):
-        raise CourseError(
-            tr("RUN_NAME is {value!r}.", value=name),
-            allowed=tr("up to 80 letters, digits, '.', '_' and '-', the first a letter or digit"),
-            todo=tr("Choose such a name, or leave it empty to name the run after its profile."),
-        )
-
-
 def unfinished_run(keep: Path) -> str:
     """The newest run that `auto` began here for a GPU and did not finish, whatever GPU is here today; "" if none."""
     for run in record.runs(keep).values():
         with suppress(CourseError):  # an invalid facts.json
-            facts = record.load(run.facts)
+            facts = record.load_facts(run.facts)
             trained = facts.lessons.trained
-            finished = 0 < trained.planned_steps <= trained.steps
+            finished = trained.planned_steps and trained.ended
             has_checkpoint = any(run.checkpoints.glob("checkpoint-*.json"))
             if facts.by_auto and facts.profile != "tiny" and has_checkpoint and not finished:
-                text = tr(
-                    "run {run} was begun here and is not finished: it goes on. PROFILE or RUN_NAME begins another.",
-                    run=run.name,
+                print(
+                    tr(
+                        "run {run} was begun here and is not finished: it goes on. PROFILE or RUN_NAME begins another.",
+                        run=run.name,
+                    )
                 )
-                print(text)
                 return run.name
     return ""
 
@@ -481,12 +446,9 @@ def _run_name(parameters: RunParameters, profile: str) -> str:
     """RUN_NAME; if it is empty, the profile, and the model if one is named."""
     if parameters.run_name:
         return parameters.run_name
-    parts: list[str] = []
-    for text in (profile, parameters.model):
-        part = re.sub(r"[^\w.-]+", "-", Path(text).name).strip("-._")
-        if part and part not in parts:
-            parts.append(part)
-    return "-".join(parts) or "run"
+    names = dict.fromkeys(Path(text).name for text in (profile, parameters.model) if text)
+    name = "-".join(names)
+    return re.sub(r"[^\w.-]+", "-", name).strip("-._") or "run"
 
 
 def _require_small(profile: str, run: RunFolder) -> None:
@@ -499,9 +461,8 @@ def _require_small(profile: str, run: RunFolder) -> None:
                 profile=profile,
                 model=known.name,
             ),
-            allowed=tr("without a GPU: auto, tiny or laptop"),
             todo=tr(
-                "Set PROFILE to one of these, or use a machine with a GPU (Colab: Runtime > Change runtime "
+                "Set PROFILE to auto, tiny or laptop, or use a machine with a GPU (Colab: Runtime > Change runtime "
                 "type). `python -m nbutils plan` lists GPUs to rent."
             ),
         )
@@ -511,19 +472,20 @@ def _kept_settings(parameters: RunParameters, run: RunFolder) -> Facts:
     """SET; if it is empty, the one this run started with, unless another profile is named or it starts over."""
     if parameters.set:
         return settings_in(parameters.set)
-    begun = record.load(run.facts)
-    if parameters.resume == "never" or parameters.profile not in ("auto", begun.profile, begun.profile_source):
+    beginning = record.load_facts(run.facts)
+    if parameters.resume == "never" or parameters.profile not in ("auto", beginning.profile, beginning.profile_source):
         return {}
-    return begun.set
+    return beginning.set
 
 
 def _overrides(parameters: RunParameters, run: RunFolder) -> Overrides:
     """What replaces values of the profile, and why; MAX_STEPS and SAVE_STEPS win over SET."""
     values = {field: (value, tr("SET of this run")) for field, value in _kept_settings(parameters, run).items()}
-    if parameters.max_steps:
-        values["sft.max_steps"] = (parameters.max_steps, tr("parameter {name}", name="MAX_STEPS"))
-    if parameters.save_steps:
-        values["sft.save_steps"] = (parameters.save_steps, tr("parameter {name}", name="SAVE_STEPS"))
+    for name in ("max_steps", "save_steps"):
+        steps = getattr(parameters, name)
+        if steps:
+            reason = tr("parameter {name}", name=name.upper())
+            values[f"sft.{name}"] = (steps, reason)
     return values
 
 
@@ -536,7 +498,7 @@ def _record_beginning(
 ) -> None:
     """Note what a run began with; an invalid facts.json is an error now, not after the training."""
     stores = checkpoints.stores(folders, run.name)
-    trained = any(list(store.glob("checkpoint-*.json")) for store in stores)
+    trained = any(any(store.glob("checkpoint-*.json")) for store in stores)
     top: Facts = {}
     if not trained or parameters.resume == "never" or not run.facts.exists():  # else lesson 03 may refuse these
         top = {
@@ -545,7 +507,7 @@ def _record_beginning(
             "model": resolved.called,
             "set": resolved.set_values,
         }
-    record.begin(run.facts, top, by_auto)
+    record.note_beginning(run.facts, top, by_auto)
 
 
 def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) -> None:
@@ -557,43 +519,46 @@ def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) 
         if attached and any(part.is_symlink() for part in parts):
             print(tr("[WARN] {run} is not used: a part of it is a link, which could lead anywhere", run=former.path))
             continue
-        facts = {} if run.facts.exists() else record.read(former.facts)
+        facts = {} if run.facts.exists() else record.read_facts(former.facts)
         if facts:
             settings = facts.setdefault("set", {})
             if attached:
                 _require_trusted(former, parameters)
                 settings.pop("course.data", None)
-            text = settings_text(settings) or '""'
-            print(tr("facts     copied from {file}; SET = {settings}", file=former.facts, settings=text))
+            print(
+                tr(
+                    "facts     copied from {file}; SET = {settings}",
+                    file=former.facts,
+                    settings=settings_text(settings),
+                )
+            )
             make_folder(run.path, tr("this run"))
-            record.begin(run.facts, facts, by_auto=False)
+            record.note_beginning(run.facts, facts, by_auto=False)
         if former.has("02_data_prep") and not any(run.data.glob("*")):
             _copy_data(former.data, run.data)
 
 
 def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
     """An attached run may choose no model or profile but the course's own and what the learner names."""
-    facts = record.load(run.facts)
+    facts = record.load_facts(run.facts)
     foreign = []
     model = facts.model
     ours = not model or profiles.is_tiny(model) or profiles.course_model(model)
     if not ours and model != parameters.model:
         foreign.append(f"MODEL = {model!r}")
     profile = facts.profile_source
-    if profile and profile not in (*profiles.names(), parameters.profile):
+    if profile not in ("", parameters.profile, *profiles.names()):
         foreign.append(f"PROFILE = {profile!r}")
     if foreign:
-        settings = ", ".join(foreign)
         raise CourseError(
             tr(
                 "The attached run in {folder} was started with {settings}, which is not part of the course.",
                 folder=run.path,
-                settings=settings,
+                settings=", ".join(foreign),
             ),
             todo=tr(
-                "If you trust that run, set {settings} in the parameters cell; otherwise detach it or choose "
-                "another RUN_NAME.",
-                settings=settings,
+                "If you trust that run, set these in the parameters cell; otherwise detach it or choose "
+                "another RUN_NAME."
             ),
         )
 

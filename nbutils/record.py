@@ -50,21 +50,14 @@ class Recorded(BaseModel, strict=True, extra="allow"):
 
 
 class TrainingFacts(Recorded):
-    """What lesson 03 measured; None: not measured."""
+    """What lesson 03 measured, as far as it decides something; None: not measured."""
 
     steps: Count = 0
     planned_steps: Count = 0
     examples: Count = 0
     rows_left_out: Count = 0
     skipped_steps: Count | None = None
-    trained_tokens: Count | None = None
-    train_seconds: float | None = None
-    final_loss: float | None = None
-    validation_loss: dict[str, float | None] | None = None
-    best_step: Count | None = None
-    cost: dict[str, float] | None = None
     oom_rungs: list[Any] | None = None
-    data_fingerprint: str | None = None
     settings: Facts = {}
 
     @property
@@ -87,8 +80,8 @@ class Score(Recorded):
     merged: Interval = Interval()
 
 
-class Forgetting(Recorded):
-    """What became of general knowledge, in a word."""
+class GeneralKnowledge(Recorded):
+    """What became of it, in a word."""
 
     verdict: str = ""
 
@@ -98,7 +91,7 @@ class Evaluation(Recorded):
 
     verdict: str = ""
     scores: dict[str, Score] = {}
-    general: Forgetting = Forgetting()
+    general: GeneralKnowledge = GeneralKnowledge()
 
 
 class MergeFacts(Recorded):
@@ -123,8 +116,6 @@ class RunFacts(Recorded):
     profile_source: str = ""
     by_auto: bool = False
     set: Facts = {}
-    platform: Facts = {}
-    versions: Facts = {}
     lessons: Lessons = Lessons.model_validate({})
 
 
@@ -174,7 +165,7 @@ def runs(keep: Path) -> dict[str, RunFolder]:
     return {facts.parent.name: RunFolder(facts.parent) for facts in newest_first}
 
 
-def find(name: str) -> RunFolder:
+def find_run(name: str) -> RunFolder:
     """A run by its name, or by the path of its folder."""
     keep = folders(detect()).keep
     known = runs(keep)
@@ -182,7 +173,7 @@ def find(name: str) -> RunFolder:
     if not run.facts.is_file():
         raise CourseError(
             tr("There is no run {run!r} in {folder}.", run=name, folder=keep),
-            allowed=tr("{known}; or the path of a run folder", known=", ".join(sorted(known)) or tr("none yet")),
+            allowed=tr("{known}; or the path of a run folder", known=", ".join(sorted(known))),
             todo=tr("Name one of these, or set NBUTILS_HOME to the folder of your runs."),
         )
     return run
@@ -218,7 +209,7 @@ def reading(path: Path) -> Iterator[None]:
         ) from problem
 
 
-def read(path: Path) -> Facts:
+def read_facts(path: Path) -> Facts:
     """The facts so far; empty if there are none, a CourseError if the file was not written by the course."""
     if not path.exists():
         return {}
@@ -232,14 +223,14 @@ def read(path: Path) -> Facts:
     return facts
 
 
-def load(path: Path) -> RunFacts:
+def load_facts(path: Path) -> RunFacts:
     """The same with the types of what is read again."""
-    return RunFacts.model_validate(read(path))
+    return RunFacts.model_validate(read_facts(path))
 
 
-def begin(path: Path, top: Facts, by_auto: bool) -> None:
+def note_beginning(path: Path, top: Facts, by_auto: bool) -> None:
     """Note what a run started with; whether `auto` chose all of it stays as it was."""
-    _write(path, {"by_auto": by_auto, "lessons": {}} | read(path) | top)
+    _write(path, {"by_auto": by_auto, "lessons": {}} | read_facts(path) | top)
 
 
 def complete(trained: Facts) -> bool:
@@ -247,17 +238,17 @@ def complete(trained: Facts) -> bool:
     return bool(trained.get("steps", 0) >= trained.get("planned_steps", 0))
 
 
-def outcome(evaluation: Facts) -> str:
+def outcome(verdict: str, general: str = "") -> str:
     """Whether the tuning helped, and what became of general knowledge, in a few words."""
-    words = [tr(evaluation["verdict"])]
-    if "general" in evaluation:
-        words.append(tr("general knowledge: {word}", word=tr(evaluation["general"]["verdict"])))
+    words = [tr(verdict)]
+    if general:
+        words.append(tr("general knowledge: {word}", word=tr(general)))
     return joined(words, ";")
 
 
 def update(path: Path, top: Facts, lesson: str, facts: Facts, outdated: Sequence[str] = ()) -> Facts:
     """Merge `top` and one lesson's facts into the record, without `outdated` lessons; None keeps what was measured."""
-    record = read(path) | top
+    record = read_facts(path) | top
     lessons = record.setdefault("lessons", {})
     earlier = lessons.pop(lesson, {})
     for stem in outdated:
@@ -299,7 +290,7 @@ def readable(entry: Facts) -> dict[str, str]:
     """Facts for people, each in a line; what is empty or for programs alone is left out."""
     texts = {}
     for name, value in entry.items():
-        text = _line(value)
+        text = readable_value(value)
         if text and name not in UNREAD:
             texts[tr(label(name))] = text
     return texts
@@ -307,11 +298,11 @@ def readable(entry: Facts) -> dict[str, str]:
 
 def write_report(path: Path, run: str, facts: Facts) -> None:
     """Write report.md, the facts of a run for people."""
-    page = display.render("report.md", run=run, facts=facts, readable=readable, line=_line)
+    page = display.render("report.md", run=run, facts=facts, readable=readable, line=readable_value)
     write_text(path, page)
 
 
-def _line(value: Any) -> str:
+def readable_value(value: Any) -> str:
     """A fact in one line: its own summary or verdict if it has one."""
     if value is None:
         return ""
@@ -322,10 +313,10 @@ def _line(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if isinstance(value, list):
-        return joined(map(_line, value), ";")
+        return joined(map(readable_value, value), ";")
     if not isinstance(value, dict):
         return tr(str(value)).replace("|", "\\|").replace("\n", " ")
-    outcome = value.get("summary") or value.get("verdict")
-    if outcome:
-        return f"{value.get('format', '')} {_line(outcome)}".strip()
+    short = value.get("summary") or value.get("verdict")
+    if short:
+        return f"{value.get('format', '')} {readable_value(short)}".strip()
     return joined(f"{name} {text}" for name, text in readable(value).items())

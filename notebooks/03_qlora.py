@@ -292,9 +292,9 @@ print(result)
 display.plot_losses(result.history, lesson.run.logs / "loss.png")
 
 # %% [markdown]
-# Four trainings of a 135M model to compare yours with. *Healthy*: both losses fall and flatten. *Too slow*: the learning rate is
-# too small, or there are too few steps. *Diverging*: the learning rate is too large. *Overfitting*: the rows are memorized, and
-# the validation loss rises.
+# Four trainings of a 135M model to compare yours with. *Healthy*: both losses fall and flatten (learning rate 2e-4). *Too slow*:
+# the learning rate is too small (1e-6), or there are too few steps. *Diverging*: the learning rate is too large (0.05).
+# *Overfitting*: 32 rows are memorized, and the validation loss rises.
 
 # %%
 display.plot_loss_examples()

@@ -258,8 +258,8 @@ print(f"[{' OK ' if len(answers) > 1 else 'todo'}] exercise: saw {len(answers)} 
 from nbutils import chat_widget
 
 *opening, last = model.questions[-1]
-talk = chat_widget.Talk("model", client, server.model_name, opening=opening, max_tokens=64, temperature=0)
-box = chat_widget.chat(talk, [last["content"]], live=KEEP_RUNNING)
+talk = chat_widget.Talk(client, server.model_name, opening=opening, max_tokens=64, temperature=0)
+box = chat_widget.chat(talk, last["content"], live=KEEP_RUNNING)
 
 # %% [markdown]
 # ## Stop

@@ -240,7 +240,8 @@ from nbutils import compare
 
 compared = compare.speed_up(trials / "alone", trials / "together") if possible else None
 if compared:
-    print(compared)
+    print(f"tokens per second: {compared.alone['tokens_per_second']:,.0f} alone, {compared.together['tokens_per_second']:,.0f} together, "
+          f"{compared.times:.2f} times as many; losses differ by at most {compared.difference:.1e} of the loss")
     print(f"[{' OK ' if compared.same_work else 'WARN'}] equal steps, equal batch, losses within 1 %")
 
 # %% [markdown]
@@ -252,7 +253,7 @@ if compared:
 # %%
 forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
 shape, recipe = forecast.shape, forecast.recipe
-rate = compared.numbers["tokens_per_second"][0] if compared and lesson.gpu else forecast.tokens_per_second
+rate = compared.alone["tokens_per_second"] if compared and lesson.gpu else forecast.tokens_per_second
 rate = rate or 1000.0  # where nobody knows the speed of your GPU
 print(f"{shape.name}, {recipe.method}, {forecast.gpu.name}: one card trains {rate:,.0f} tokens/s")
 
@@ -285,6 +286,7 @@ for name in ("ddp", f"fsdp_{recipe.method}"):
 # %%
 import math
 from nbutils.plan import speed
+from nbutils.plan.forecast import recipe_of
 
 micro_batch = recipe.per_device_train_batch_size
 row_tokens = recipe.length * (speed.PACKED if recipe.packing else 1)
@@ -339,7 +341,11 @@ print(display.aligned(table))
 
 # %%
 if compared:
-    print(compare.against_arithmetic(trials / "alone", trials / "together", lesson.model))
+    single, several = compared.alone, compared.together
+    computing = single["train_seconds"] / single["steps"] * several["batch"] / several["processes"] / single["batch"]
+    sending = speed.sent_bytes(find_shape(lesson.model), recipe_of(several)) / 12e9
+    print(f"each of {several['processes']} processes computes {computing:.3f} s and sends {sending:.3f} s at 12 GB/s: "
+          f"{computing + sending:.3f} s predicted, {several['train_seconds'] / several['steps']:.3f} s measured")
 
 # %% [markdown]
 # What was measured so far: two processes on *one* H200, which send over the machine's loopback device, 1.8 GB/s
@@ -373,7 +379,7 @@ if compared:
 # %%
 from nbutils import record
 
-earlier = record.read(lesson.run.facts).get("lessons", {}).get("03_qlora", {})
+earlier = record.read_facts(lesson.run.facts).get("lessons", {}).get("03_qlora", {})
 words = lesson.arguments("03_qlora", DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
 lesson.launch([*together, *words], processes, threads)
 
@@ -382,7 +388,7 @@ lesson.launch([*together, *words], processes, threads)
 # process is empty.
 
 # %%
-trained = record.read(lesson.run.facts)["lessons"]["03_qlora"]
+trained = record.read_facts(lesson.run.facts)["lessons"]["03_qlora"]
 for name in ("processes", "engine", "batch", "steps", "planned_steps", "final_loss", "tokens_per_second", "peak_memory_gib"):
     print(f"{name:18} {trained[name]}")
 if trained["resumed_from_step"] == trained["steps"]:

@@ -94,7 +94,7 @@ print(message)
 # %%
 from nbutils import diagnose
 
-diagnose.show_causes(ERROR or message)
+diagnose.show(diagnose.explain(ERROR or message))
 
 # %% [markdown]
 # ## The training

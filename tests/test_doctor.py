@@ -56,7 +56,7 @@ def test_colab_with_a_gpu_and_with_drive(tmp_path: Path, report: Report) -> None
     }  # fmt: skip
     assert statuses(found, "keep lasts", "GPU") == ["WARN", "OK"]
     assert found["card"] == {"name": "Tesla T4", "capability": [7, 5], "memory_gib": 15.0, "count": 2}
-    assert found["checks"]["precision"]["seen"].startswith("float16"), "bfloat16 is only emulated there"
+    assert found["precision"] == "float16", "bfloat16 is only emulated there"
     assert not (machine.root / "content/drive").exists(), "nothing is made below a mount point"
     found = report(simulate.mounted(simulate.colab(tmp_path, gpu=False)))
     assert found["card"] is None and "Change runtime type" in found["checks"]["GPU"]["todo"]
@@ -99,7 +99,7 @@ def test_a_missing_torch_or_a_failing_check_is_a_report_that_stops_the_lesson(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     found = doctor.examine()
     found.require()
-    assert "checks are OK" in capsys.readouterr().out and found.facts()["device_works"]
+    assert " OK, " in capsys.readouterr().out and found.facts()["device_works"]
     monkeypatch.setattr("nbutils.install.requirements", lambda extra: 1 / 0)
     monkeypatch.setitem(sys.modules, "torch", None)
     found = doctor.examine()
@@ -111,16 +111,15 @@ def test_a_missing_torch_or_a_failing_check_is_a_report_that_stops_the_lesson(
     assert not found.facts()["device_works"] and "torch" in found.facts()["warnings"]
 
 
-def test_a_gpu_that_only_the_driver_sees_and_packages_that_miss_or_block_are_named(
+def test_a_gpu_that_only_the_driver_sees_and_packages_that_miss_are_named(
     tmp_path: Path, report: Report, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("nbutils.hardware.ask_driver", lambda *words: "GPU 0: Tesla T4 (UUID: GPU-1)")
     monkeypatch.setattr("nbutils.install.requirements", lambda extra: ["click>=1", "no-such-package>=2"])
-    monkeypatch.setattr("nbutils.install.BLOCKERS", {"click": ">=1", "torchao-not-here": "<1"})
     found = report(simulate.Machine(tmp_path))
     assert statuses(found, "GPU", "packages") == ["WARN", "WARN"]
     assert "lists Tesla T4, but torch" in found["checks"]["GPU"]["seen"]
-    assert found["checks"]["packages"]["seen"] == "missing: no-such-package>=2; conflicting: click>=1"
+    assert found["checks"]["packages"]["seen"] == "missing: no-such-package>=2"
 
 
 def test_a_silent_hub_is_a_warning_without_a_password(monkeypatch: Patch) -> None:
@@ -130,13 +129,14 @@ def test_a_silent_hub_is_a_warning_without_a_password(monkeypatch: Patch) -> Non
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the call and never says a word
         monkeypatch.setenv("HF_ENDPOINT", f"http://ann:password@127.0.0.1:{silent.getsockname()[1]}")
         found = checks(doctor.check_hub, "kaggle")["model hub"]
-    assert found.status == "WARN" and "127.0.0.1 does not answer" in found.seen and "Internet" in found.todo
+    assert found.status == "WARN" and found.seen == "HF_ENDPOINT does not answer" and "Internet" in found.todo
     assert "password" not in str(found)
 
 
 def test_a_folder_that_is_nearly_full_or_cannot_be_written(monkeypatch: Patch) -> None:
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.4)
     assert checks(doctor.check_folders)["scratch"].status == "WARN"
+    monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 99.0)
     monkeypatch.setattr("nbutils.disk.free_inodes", lambda folder: 7)
     assert "room for 7 files" in checks(doctor.check_folders)["keep"].seen
     monkeypatch.setattr("nbutils.platforms.cannot_write", lambda folder: "Read-only file system")

@@ -27,7 +27,7 @@ def test_output_redirected_into_a_notebook_is_the_executed_notebook(tmp_path: Pa
     outputs = str([cell.outputs for cell in executed.cells if cell.cell_type == "code"])
     assert "[待做]" in outputs and "missing from font" not in outputs
     refused = python("-m", "papermill", lesson, tmp_path / "o.ipynb", "-p", "PROFIEL", "x", home=tmp_path, ok=False)
-    assert "没有 PROFIEL 这个参数" in refused.stderr and "是不是想写 PROFILE？" in refused.stderr
+    assert "没有 PROFIEL 这个参数" in refused.stderr and "允许：PROFILE, MODEL" in refused.stderr
 
 
 def test_a_hub_model_without_network_is_an_error_not_the_tiny_one(tmp_path: Path) -> None:

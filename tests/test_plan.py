@@ -13,6 +13,7 @@ from support import ROOT, refused
 
 from nbutils import display, distributed, files, models, plan, platforms, profiles
 from nbutils.cli import app
+from nbutils.config import flat
 from nbutils.hardware import GPU
 from nbutils.models import find_shape
 from nbutils.plan import STRATEGIES, forecast, gpus, memory, recipe, speed
@@ -391,7 +392,7 @@ def test_what_is_sent_in_a_step_follows_from_strategy_and_cards() -> None:
 
 def lesson_06(compared: object = None, **machine: object) -> dict:
     """What the cells of lesson 06 that reckon leave behind."""
-    lesson = SimpleNamespace(gpu=None, resolved=resolved("tiny", "", None))
+    lesson = SimpleNamespace(gpu=None, model="Qwen2.5-7B", resolved=resolved("tiny", "", None))
     lesson.__dict__.update(machine)
     names = {"lesson": lesson, "compared": compared, "plan": plan, "display": display}
     source = (ROOT / "notebooks/06_scale_out.py").read_text(encoding="utf-8")
@@ -399,6 +400,29 @@ def lesson_06(compared: object = None, **machine: object) -> dict:
         if any(word in cell for word in ("table_recipe", "plan.example", "sent_bytes", "seconds(")):
             exec(cell, names)
     return names
+
+
+def a_comparison(engine: str = "ddp", batch: int = 4) -> SimpleNamespace:
+    """One process and two, as lesson 03 measured them."""
+    settings = flat(profiles.load("ampere_24gb").model_dump()) | {"method": "qlora", "from_pretrained.dtype": "bf16"}
+    settings |= {"sft.per_device_train_batch_size": 1, "quantization.bnb_4bit_use_double_quant": True}
+    alone = {"processes": 1, "engine": "", "steps": 20, "batch": 4, "train_seconds": 20.0, "tokens_per_second": 500.0}
+    together = {"processes": 2, "engine": engine, "steps": 20, "batch": batch, "train_seconds": 12.0}
+    return SimpleNamespace(alone=alone | {"settings": settings}, together=together | {"settings": settings})
+
+
+def test_lesson_06_holds_its_arithmetic_against_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    lesson_06(a_comparison())  # 161 MB of gradients at 12 GB/s
+    text = capsys.readouterr().out
+    assert "each of 2 processes computes 0.500 s and sends 0.013 s" in text
+    assert "0.513 s predicted, 0.600 s measured" in text
+    lesson_06(a_comparison(batch=8))
+    assert "computes 1.000 s" in capsys.readouterr().out
+    lesson_06(a_comparison("fsdp_qlora"))
+    sent = float(re.findall(r"sends ([\d.]+) s", capsys.readouterr().out)[0])
+    assert sent == pytest.approx((2 * 5.44 + 0.04) / 12, abs=0.005), (
+        "half the weights, twice in each of two micro-steps"
+    )
 
 
 def test_the_arithmetic_of_lesson_06_is_that_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -415,7 +439,7 @@ def test_the_arithmetic_of_lesson_06_is_that_of_the_plan(capsys: pytest.CaptureF
     assert re.search(r"ddp\ncards .*\n1 .* 100% ", text) and re.search(r"25gbe +2\.5 +– +– +2 +2\b", text)
     computing, sending = cells["seconds"]("ddp", 64, 8 / 64, 360)
     assert computing == cells["shortest"] > sending, "starting kernels takes its time"
-    compared = SimpleNamespace(numbers={"tokens_per_second": [500.0, 900.0]})
+    compared = a_comparison()
     assert lesson_06(compared)["rate"] == cells["rate"], "a CPU says nothing of a rented GPU"
     measured = lesson_06(compared, gpu=RTX, resolved=resolved("ampere_24gb", "Qwen2.5-14B", RTX))
     assert (measured["rate"], measured["shape"].name) == (500.0, "Qwen2.5-14B")

@@ -25,7 +25,7 @@ def test_lessons_are_merged_and_none_keeps_what_was_measured(tmp_path: Path) -> 
     record.update(file, {"profile": "tiny"}, "04_merge", {"rows": 1, "loss": float("nan")})
     record.update(file, {"profile": "tiny"}, "03_qlora", {"steps": 6, "speed": None})
     facts = {"03_qlora": {"steps": 6, "speed": 7.5}, "04_merge": {"rows": 1, "loss": None}}
-    assert record.read(file) == {"profile": "tiny", "lessons": facts}
+    assert record.read_facts(file) == {"profile": "tiny", "lessons": facts}
 
 
 WRONG_STEPS = '{"lessons": {"03_qlora": {"steps": "x", "planned_steps": [1]}}}'
@@ -50,7 +50,7 @@ WRONG_SCORES = '{"lessons": {"04_merge": {"evaluation": {"scores": {"stopped": {
 def test_an_invalid_record_is_refused_in_one_sentence(tmp_path: Path, text: str, place: str) -> None:
     (tmp_path / "facts.json").write_text(text)
     with refused(str(tmp_path / "facts.json"), f"cannot be read: {place}") as caught:
-        record.read(tmp_path / "facts.json")
+        record.read_facts(tmp_path / "facts.json")
     assert "\n" not in caught.value.seen
 
 

@@ -125,7 +125,7 @@ class Comparison:
             after=round(sum(self.tuned.scores["exact_match"])),
             content=joined(gained, ";"),
         )
-        outcome = record.outcome({"verdict": texts["word"], "general": {"verdict": self.forgetting.word}})
+        outcome = record.outcome(texts["word"], self.forgetting.word)
         return Verdict(texts["word"], why, tr(texts["todo"]), self._flags(), outcome)
 
     def _case(self) -> str:

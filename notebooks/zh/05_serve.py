@@ -237,8 +237,8 @@ print(f"[{' OK ' if len(answers) > 1 else '待做'}] 5 个回答有 {len(answers
 from nbutils import chat_widget
 
 *opening, last = model.questions[-1]
-talk = chat_widget.Talk("模型", client, server.model_name, opening=opening, max_tokens=64, temperature=0)
-box = chat_widget.chat(talk, [last["content"]], live=KEEP_RUNNING)
+talk = chat_widget.Talk(client, server.model_name, opening=opening, max_tokens=64, temperature=0)
+box = chat_widget.chat(talk, last["content"], live=KEEP_RUNNING)
 
 # %% [markdown]
 # ## 停止

@@ -216,7 +216,8 @@ from nbutils import compare
 
 compared = compare.speed_up(trials / "alone", trials / "together") if possible else None
 if compared:
-    print(compared)
+    print(f"每秒 token 数：单个进程 {compared.alone['tokens_per_second']:,.0f}，一起 {compared.together['tokens_per_second']:,.0f}，"
+          f"是 {compared.times:.2f} 倍；损失最多相差 {compared.difference:.1e}（相对值）")
     print(f"[{' OK ' if compared.same_work else 'WARN'}] 步数相同，批大小相同，损失相差不超过 1 %")
 
 # %% [markdown]
@@ -227,7 +228,7 @@ if compared:
 # %%
 forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
 shape, recipe = forecast.shape, forecast.recipe
-rate = compared.numbers["tokens_per_second"][0] if compared and lesson.gpu else forecast.tokens_per_second
+rate = compared.alone["tokens_per_second"] if compared and lesson.gpu else forecast.tokens_per_second
 rate = rate or 1000.0  # 不知道这块 GPU 的速度时
 print(f"{shape.name}, {recipe.method}, {forecast.gpu.name}：一张卡每秒训练 {rate:,.0f} 个 token")
 
@@ -257,6 +258,7 @@ for name in ("ddp", f"fsdp_{recipe.method}"):
 # %%
 import math
 from nbutils.plan import speed
+from nbutils.plan.forecast import recipe_of
 
 micro_batch = recipe.per_device_train_batch_size
 row_tokens = recipe.length * (speed.PACKED if recipe.packing else 1)
@@ -304,7 +306,11 @@ print(display.aligned(table))
 
 # %%
 if compared:
-    print(compare.against_arithmetic(trials / "alone", trials / "together", lesson.model))
+    single, several = compared.alone, compared.together
+    computing = single["train_seconds"] / single["steps"] * several["batch"] / several["processes"] / single["batch"]
+    sending = speed.sent_bytes(find_shape(lesson.model), recipe_of(several)) / 12e9
+    print(f"{several['processes']} 个进程各算 {computing:.3f} 秒，按 12 GB/s 通信 {sending:.3f} 秒："
+          f"预测 {computing + sending:.3f} 秒，实测 {several['train_seconds'] / several['steps']:.3f} 秒")
 
 # %% [markdown]
 # 目前测过的是：两个进程放在*一块* H200 上，通过本机的回环设备通信，1.8 GB/s（`benchmarks/scale_out.py`，结果在 `benchmarks/results`）。模型是 Qwen2.5-7B 的结构、4 bit，一步 2 条 8,192 个 token 的样本：
@@ -330,7 +336,7 @@ if compared:
 # %%
 from nbutils import record
 
-earlier = record.read(lesson.run.facts).get("lessons", {}).get("03_qlora", {})
+earlier = record.read_facts(lesson.run.facts).get("lessons", {}).get("03_qlora", {})
 words = lesson.arguments("03_qlora", DATA=DATA, MAX_STEPS=MAX_STEPS, MAX_HOURS=MAX_HOURS)
 lesson.launch([*together, *words], processes, threads)
 
@@ -338,7 +344,7 @@ lesson.launch([*together, *words], processes, threads)
 # 这次训练的记录，取自第 03 课写的 `facts.json`：进程数（`processes`）、并行策略（`engine`，单个普通进程时是空的）、批大小（`batch`）、已跑和计划的步数（`steps`、`planned_steps`）、最后的损失（`final_loss`）、每秒 token 数（`tokens_per_second`）、一块 GPU 的显存峰值，没有 GPU 时是内存峰值（`peak_memory_gib`）。
 
 # %%
-trained = record.read(lesson.run.facts)["lessons"]["03_qlora"]
+trained = record.read_facts(lesson.run.facts)["lessons"]["03_qlora"]
 for name in ("processes", "engine", "batch", "steps", "planned_steps", "final_loss", "tokens_per_second", "peak_memory_gib"):
     print(f"{name:18} {trained[name]}")
 if trained["resumed_from_step"] == trained["steps"]:
