@@ -300,7 +300,7 @@ def _bench_serve(
 ) -> None:
     from nbutils import bench
 
-    settings = bench.Settings(bench.parse_concurrency(concurrency), prompt_tokens, answer_tokens)
+    settings = bench.Load(bench.parse_concurrency(concurrency), prompt_tokens, answer_tokens)
     progress = redirect_stdout(sys.stderr) if as_json else nullcontext()
     with progress:
         results = bench.measure_speed(settings=settings, rivals=bench.parse_rivals(rivals), **options)

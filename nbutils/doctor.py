@@ -264,8 +264,7 @@ def _without_gpu(platform: Platform, torch_version: str) -> Check:
 def check_packages(platform: Platform, folders: Folders) -> Iterator[Check]:
     """What the lessons need, and what conflicts with it."""
     missing = install.unsatisfied(install.requirements("train"))
-    blockers = [f"{name}{versions}" for name, versions in install.BLOCKERS.items()]
-    blocking = [blocker for blocker in blockers if not install.unsatisfied([blocker])]
+    blocking = [blocker for blocker in install.BLOCKERS if not install.unsatisfied([blocker])]
     todo = tr("`python -m nbutils install`, or the first cells of any lesson: both leave torch as it is")
     yield Check(
         "packages",

@@ -71,8 +71,7 @@ class ServedModel:
     @property
     def flags(self) -> Facts:
         """The flags this GPU and this model need; the lesson chooses the others."""
-        choices = serving.flags_for(self.gpu, self.folder)
-        flags = {name: choice.value for name, choice in choices.items()}
+        flags = serving.flags_for(self.gpu, self.folder)
         flags["dtype"] = self.dtype
         if self.evaluator.thinking is not None:
             flags["default-chat-template-kwargs"] = {"enable_thinking": self.evaluator.thinking}
@@ -103,7 +102,7 @@ class ServedModel:
             text = tr(
                 "Server and lesson 04 (transformers, {dtype}): {found}", dtype=tr(evaluator.dtype), found=agreement
             )
-            if agreement.differences and evaluator.dtype != "float32":
+            if agreement.difference and evaluator.dtype != "float32":
                 text += f"\n{tr(ROUNDING)}"
             columns = {tr("lesson 04"): [answer.text for answer in self.stored]} | columns
         numbers = {
@@ -166,7 +165,7 @@ def serving_dtype(
     stored = str(config.get("dtype") or config.get("torch_dtype"))
     gib = weights_bytes(folder) * BYTES[dtype] / BYTES.get(stored, BYTES[dtype]) / files.GIB
     if gpu and engine != "transformers":
-        gpus = tensor_parallel(folder, gpu.count).value
+        gpus = tensor_parallel(folder, gpu.count)
         share = profile.vllm.gpu_memory_utilization * gpu.memory_gib
         fits = gib <= gpus * (share - MIN_KV_CACHE_GIB)
     else:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from nbutils import disk, files, masking, platforms
 from nbutils.errors import CourseError
@@ -63,7 +64,8 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
             todo=tr("Create one at {get_token} and store it under that name.", get_token=host.get_token),
         )
     try:
-        with _variable(host.secret, token), tempfile.TemporaryDirectory(prefix="nbutils-push-") as stage:
+        variables = patch.dict(os.environ, {host.secret: token})  # kagglehub looks for its token nowhere else
+        with variables, tempfile.TemporaryDirectory(prefix="nbutils-push-") as stage:
             _fill(Path(stage), parts)
             Path(stage, "README.md").write_text(model_card(Path(folder), name), encoding="utf-8")
             yield Upload(stage, name, f"{host.page}{name}", gib, token)
@@ -82,23 +84,8 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
         raise error from None  # the original may hold the token in its request
 
 
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for a while: kagglehub looks for its token nowhere else."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
 def _model_files(folder: Path) -> tuple[list[Path], float]:
     """The files of a model and their GiB; a link counts as its file, hidden and half-written files do not count."""
-    folder = folder.expanduser()
     parts = []
     for pattern in SHARED:
         parts += [file for file in folder.glob(pattern) if not file.name.startswith(".")]
@@ -279,9 +266,9 @@ HOSTS = {
 
 def single_file(folder: str | Path, out: str | Path | None = None) -> str:
     """Pack a model folder into one .tar, uncompressed, with its checksum in a .sha256 file beside it."""
-    folder = Path(folder).expanduser().resolve()
+    folder = Path(folder).resolve()
     parts, gib = _model_files(folder)
-    out = Path(out or f"{folder}.tar").expanduser().absolute()
+    out = Path(out or f"{folder}.tar").absolute()
     checksum = out.with_name(f"{out.name}.sha256")
     if os.path.lexists(out) and not checksum.is_file():  # not made here
         raise CourseError(

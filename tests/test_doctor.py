@@ -116,7 +116,7 @@ def test_a_gpu_that_only_the_driver_sees_and_packages_that_miss_or_block_are_nam
 ) -> None:
     monkeypatch.setattr("nbutils.hardware.ask_driver", lambda *words: "GPU 0: Tesla T4 (UUID: GPU-1)")
     monkeypatch.setattr("nbutils.install.requirements", lambda extra: ["click>=1", "no-such-package>=2"])
-    monkeypatch.setattr("nbutils.install.BLOCKERS", {"click": ">=1", "torchao-not-here": "<1"})
+    monkeypatch.setattr("nbutils.install.BLOCKERS", ("click>=1", "torchao-not-here<1"))
     found = report(simulate.Machine(tmp_path))
     assert statuses(found, "GPU", "packages") == ["WARN", "WARN"]
     assert "lists Tesla T4, but torch" in found["checks"]["GPU"]["seen"]

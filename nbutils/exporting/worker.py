@@ -36,7 +36,7 @@ class ReadJob:
 
     format: str
     folder: str
-    gguf: str  # the name of its GGUF file, if it has one
+    gguf: str | None  # the name of its GGUF file, if it has one
     bytes: int
     fixed: dict[str, Any]
     logs: str
@@ -151,8 +151,7 @@ def read(job: ReadJob) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available() and job.format != "int8"
     dtype = "auto" if on_gpu or job.bytes >= FLOAT32_BYTES else torch.float32
     device = "cuda:0" if on_gpu else "cpu"
-    gguf = {"gguf_file": job.gguf} if job.gguf else {}
-    model = load_model(job.folder, dtype=dtype, device_map=device, **gguf)
+    model = load_model(job.folder, dtype=dtype, device_map=device, gguf_file=job.gguf)
     predictions = parity.measure(model, parity.Fixed(**job.fixed))
     save_file({"logs": predictions.logs.contiguous()}, job.logs)
     return {"answers": predictions.answers}

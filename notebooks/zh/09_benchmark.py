@@ -74,13 +74,13 @@ tasks = evaluation.parse_tasks(LM_EVAL_TASKS)
 # 每个引擎收到的提示词都一样：随机的词，这样前缀缓存帮不上任何引擎；回答的长度也固定。每测完一步，数字都写进运行目录的 `bench.json`。
 
 # %%
-settings = bench.Settings(
+settings = bench.Load(
     concurrency=(1, 8, 32, 128) if lesson.gpu else (1, 8),  # 同时请求数
     prompt_tokens=128 if lesson.gpu else 32,
     answer_tokens=128 if lesson.gpu else 16,
     rounds=4 if lesson.gpu else 2,  # 每一路请求问几次
 )
-benchmark = bench.Benchmark(lesson.run.path / "bench.json", settings, {"model": lesson.model_name}, lesson.gpu)
+benchmark = bench.Benchmark(lesson.run.path / "bench.json", settings, {"model": lesson.model_name})
 
 # %% [markdown]
 # ## GPU 的上限
@@ -137,7 +137,7 @@ for users in settings.concurrency if environment.engine != "transformers" else (
     level = {"max-concurrency": users, "num-prompts": settings.requests_at(users), "num-warmups": users}
     if users == 1:
         print(shlex.join(["vllm", "bench", "serve", *serving.to_words(load | level)]))
-    benchmark.add_result("vllm", bench.bench_serve(environment, load | level, server.api_key))
+    benchmark.add(bench.bench_serve(environment, load | level, server.api_key))
 if environment.engine == "transformers":
     benchmark.measure(server, "transformers serve")
 
