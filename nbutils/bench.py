@@ -97,20 +97,6 @@ def summarize(engine: str, concurrency: int, latencies: Sequence[float], *, toke
     )
 
 
-def measure_level(server: serving.Server, engine: str, settings: Load, concurrency: int) -> Level:
-    """Measure one level, by `vllm bench serve` if the server takes its requests."""
-    if server.environment.engine == "transformers":
-        return measure_by_client(server, engine, settings, concurrency)
-    flags = bench_serve_flags(
-        server.url,
-        server.model_name,
-        server.model,
-        settings=settings,
-        concurrency=concurrency,
-    )
-    return bench_serve(server.environment, flags, server.api_key, engine)
-
-
 def bench_serve_flags(url: str, model_name: str, tokenizer: str, settings: Load, concurrency: int) -> dict[str, Any]:
     """The flags of `vllm bench serve` for one level, those that lesson 09 has in view."""
     return {
@@ -271,12 +257,9 @@ class Benchmark:
         self.save()
         print(
             tr(
-                "  {engine}, {concurrency} at a time: {speed:,.1f} tokens/s, errors: {errors} {first_error}",
-                engine=level.engine,
-                concurrency=level.concurrency,
-                speed=level.tokens_per_second,
-                errors=level.errors,
-                first_error=level.first_error,
+                "  {level.engine}, {level.concurrency} at a time: {level.tokens_per_second:,.1f} tokens/s, errors: "
+                "{level.errors} {level.first_error}",
+                level=level,
             ),
             flush=True,
         )
@@ -412,10 +395,15 @@ class Benchmark:
             self.measure(server, "transformers serve", self.settings.for_slow_engine(32 if gpu else 8))
 
     def measure(self, server: serving.Server, engine: str, settings: Load | None = None) -> None:
-        """Measure a server that is up, one level after the other."""
+        """Measure a server that is up, level by level; by `vllm bench serve` if it takes its requests."""
         settings = settings or self.settings
         for concurrency in settings.concurrency:
-            self.add(measure_level(server, engine, settings, concurrency))
+            if server.environment.engine == "transformers":
+                level = measure_by_client(server, engine, settings, concurrency)
+            else:
+                flags = bench_serve_flags(server.url, server.model_name, server.model, settings, concurrency)
+                level = bench_serve(server.environment, flags, server.api_key, engine)
+            self.add(level)
 
 
 def bytes_read_per_token(folder: Path) -> int:
@@ -506,7 +494,7 @@ def bench_url(url: str, name: str, model: Path | None, benchmark: Benchmark) -> 
     environment = serving.ensure_environment()
     settings = benchmark.settings
     for concurrency in settings.concurrency:
-        flags = bench_serve_flags(url, name or first.id, tokenizer, settings, concurrency=concurrency)
+        flags = bench_serve_flags(url, name or first.id, tokenizer, settings, concurrency)
         benchmark.add(bench_serve(environment, flags, key, engine=first.owned_by))
 
 

@@ -93,7 +93,7 @@ class ServedModel:
         """Ask the server, and stop if the merged model does not answer as in lesson 04; an export is only reported."""
         evaluator = self.evaluator
         served = self.ask(server)
-        agreement = serving.compare(served if self.stored else [], self.stored)
+        agreement = serving.compare_answers(served if self.stored else [], self.stored)
         text = tr(NOTHING_STORED)
         columns = {tr("server"): [answer.text for answer in served]}
         if self.stored:

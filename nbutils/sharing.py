@@ -54,7 +54,7 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
 
     Example: with prepared("runs/tiny/merged", "hub:owner/name") as upload: ...
     """
-    kind, name = parse(to)
+    kind, name = parse_target(to)
     host = HOSTS[kind]
     parts, gib = _model_files(Path(folder))
     token = platforms.secret(host.secret)
@@ -158,17 +158,17 @@ def push(folder: str | Path, to: str, *, private: bool = True) -> str:
     """
     if to == "file":
         return single_file(folder)
-    kind, _ = parse(to)
+    kind, _ = parse_target(to)
     with prepared(folder, to) as upload:
         is_private = HOSTS[kind].upload(upload, private)
     visibility = tr("private") if is_private else tr("PUBLIC")
     return f"{upload.page} ({upload.gib:.2f} GiB, {visibility})"
 
 
-def parse(to: str) -> tuple[str, str]:
+def parse_target(to: str) -> tuple[str, str]:
     """Kind and name of a target.
 
-    Example: parse("hub:owner/name") == ("hub", "owner/name")
+    Example: parse_target("hub:owner/name") == ("hub", "owner/name")
     """
     kind, _, name = to.strip().partition(":")
     if kind not in HOSTS or not HUB_ID.fullmatch(name):

@@ -235,5 +235,5 @@ print(f"[{' OK ' if right else 'todo'}] exercise: saw {my_answer or 'no answer y
 # - the scores of base model and adapter, served under two names by one server.
 
 # %%
-same_as_merged = {name: serving.compare(said, model.stored).identical for name, said in answers.items() if model.stored}
+same_as_merged = {name: serving.compare_answers(said, model.stored).identical for name, said in answers.items() if model.stored}
 lesson.finish(same_model, tokens_per_second=benchmark.speeds(), side_by_side=same_as_merged, lm_eval=metrics)

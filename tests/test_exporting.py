@@ -152,17 +152,21 @@ def test_a_changed_recipe_makes_another_export(merged: Path, jobs: Jobs) -> None
     assert export(merged, "fp8").seconds
 
 
-def test_a_job_gets_no_secrets_and_a_failed_one_is_reported_with_its_last_lines(monkeypatch: Any) -> None:
+def test_a_job_gets_no_secrets_and_a_failed_one_is_reported_with_its_last_lines(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(make, "ensure_environment", lambda: Path(sys.executable))
+    monkeypatch.setattr(make, "WORKER", tmp_path / "worker.py")
     for code, status, word in (("import os; os.kill(os.getpid(), 9)", 137, "137"), ("{}['dance']", 1, "KeyError")):
-        monkeypatch.setattr(make, "START", code)
+        make.WORKER.write_text(code, encoding="utf-8")
         with refused(f"exit status {status}", word):
             make.run_job(JOB, "the dance")
     monkeypatch.setenv("HF_TOKEN", "hf_correcthorsebatterystaple0123456")
-    code = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[3], 'w'))"
-    monkeypatch.setattr(make, "START", code)
-    answer = make.run_job(JOB, "a job")  # and none of this kernel's packages
-    assert "HF_TOKEN" not in answer and "PYTHONPATH" not in answer and answer["HF_HUB_OFFLINE"] == "1"
+    monkeypatch.setenv("PYTHONPATH", "of this kernel")
+    code = "import json, os, sys, nbutils; json.dump(dict(os.environ), open(sys.argv[2], 'w'))"
+    make.WORKER.write_text(code, encoding="utf-8")
+    answer = make.run_job(JOB, "a job")
+    assert "HF_TOKEN" not in answer and answer["HF_HUB_OFFLINE"] == "1" and "of this kernel" not in answer.values()
 
 
 def test_the_verdict_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

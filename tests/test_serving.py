@@ -138,7 +138,7 @@ def test_every_vllm_server_has_a_free_port_and_a_key_and_transformers_is_never_p
     plain = replace(HERE, engine="transformers")
     assert Server("m", plain, flags={"dtype": "float16", "max-model-len": 9}).api_key is None
     monkeypatch.setattr(platforms, "detect", lambda: platforms.Platform("autodl", "a test"))
-    monkeypatch.setitem(serving.server.PUBLIC, "autodl", (free := serving.server.checked_port(0),))
+    monkeypatch.setitem(serving.server.PUBLIC, "autodl", (free := serving.server.free_port(0),))
     with refused("`transformers serve` checks no API key, and others could"):
         Server("m", plain, port=free)
     assert serving.preferred_port(platforms.detect(), engine="transformers") == 0
@@ -379,7 +379,7 @@ def test_the_key_and_no_other_secret_reaches_a_server(stub: StubServer, tmp_path
 )  # fmt: skip
 def test_parity_names_the_first_difference(served: Answer, identical: int, words: str, allowed: tuple[str]) -> None:
     local = [Answer([1], [3, 4], "a"), Answer([1], [5, 6], "bc")]
-    found = serving.compare([local[0], served], local)
+    found = serving.compare_answers([local[0], served], local)
     assert found.identical == identical and words in str(found)
     for dtype in ("float16", "float32"):
         with nullcontext() if dtype in allowed else refused("Serve the folder lesson 04 wrote, with its own"):
@@ -469,7 +469,7 @@ def test_a_real_server_says_what_generate_says(server: Any, local: tuple[Any, An
     with model.disable_adapter():
         expected = evaluator.evaluate("base", model, "base").answers
     served = serving.ask(server.client(), server.model_name, evaluator.questions, 32, tools=evaluator.tools)
-    parity = serving.compare(served, expected)
+    parity = serving.compare_answers(served, expected)
     assert parity.identical == 12 and not parity.difference, str(parity)
     assert "How many are left" in tokenizer.decode(served[-1].prompt_ids)
     assert [one.stopped for one in served] == [one.stopped for one in expected]

@@ -48,15 +48,7 @@ MAX_ROWS = 256  # of a calibration
 # Mean KL in nats per token up to which the words hold; beyond the last the export is broken.
 VERDICTS = ((0.001, "next to the same"), (0.02, "hardly differs"), (0.15, "differs a little"), (1.0, "clearly differs"))
 NOT_COMPARED = "not compared: too large to be read here"
-# The package is handed over by path, so that the environment needs no copy of it.
-START = """
-import importlib.util, runpy, sys
-package = sys.argv[1]
-spec = importlib.util.spec_from_file_location("nbutils", package + "/__init__.py", submodule_search_locations=[package])
-sys.modules["nbutils"] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-runpy.run_path(package + "/exporting/worker.py", run_name="__main__")
-"""
+WORKER = files.PACKAGE / "exporting/worker.py"
 VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
@@ -228,7 +220,7 @@ def export(
     title = tr("the export {name}", name=name)
     gib = form.expected_bytes(model) / files.GIB
     disk.require_disk(out.parent, 1.1 * gib + 0.02, title)
-    files.make_folder(out.parent, tr("the exported models"))
+    files.make_folder(out.parent, title)
     with files.complete_folder(out, stamp) as folder:
         run_job(replace(job, out=str(folder)), title)
         if form.work != "gguf":
@@ -326,8 +318,9 @@ def run_job(job: ExportJob | ReadJob, title: str) -> Json:
         answer = Path(folder) / "answer.json"
         log = Path(folder) / "log.txt"
         job_file.write_text(json.dumps(asdict(job), default=str), encoding="utf-8")
-        command = [str(python), "-c", START, str(files.PACKAGE), str(job_file), str(answer)]
-        env = environments.variables(VARIABLES)
+        Path(folder, "nbutils").symlink_to(files.PACKAGE)  # so that the environment needs no copy of the package
+        command = [str(python), str(WORKER), str(job_file), str(answer)]
+        env = environments.variables(VARIABLES | {"PYTHONPATH": folder})
         status = processes.run(command, env, log, lambda seconds: print(f"  {title}: {seconds:.0f} s", flush=True))
         if status == 0:
             return dict(files.read_json(answer))

@@ -141,7 +141,7 @@ def load_without_code(load: Any, *names: Any, **settings: Any) -> Any:
     return load(*names, **settings)
 
 
-def read(job: ReadJob) -> dict[str, Any]:
+def read_predictions(job: ReadJob) -> dict[str, Any]:
     """What the exported model predicts and answers, loaded as its users load it; on a small CPU in float32."""
     import torch
     from safetensors.torch import save_file
@@ -164,7 +164,7 @@ if __name__ == "__main__":
     job = json.loads(job_file.read_text(encoding="utf-8"))
     answer = {}
     if job["work"] == "read":
-        answer = read(ReadJob(**job))
+        answer = read_predictions(ReadJob(**job))
     else:
         EXPORTS[job["work"]](ExportJob(**job))
     answer_file.write_text(json.dumps(answer), encoding="utf-8")

@@ -36,7 +36,7 @@ __all__ = [
     "Server",
     "ServingEnvironment",
     "ask",
-    "compare",
+    "compare_answers",
     "ensure_environment",
     "flags_for",
     "flags_reason",
@@ -158,10 +158,10 @@ class AnswerParity:
             )
 
 
-def compare(served: Sequence[Answer], stored: Sequence[Answer]) -> AnswerParity:
+def compare_answers(served: Sequence[Answer], stored: Sequence[Answer]) -> AnswerParity:
     """Compare answer by answer: by tokens where the server returned them, else by text.
 
-    Example: print(compare(serving.ask(...), stored))
+    Example: print(compare_answers(serving.ask(...), stored))
     """
     by_token = all(answer.prompt_ids for answer in served)
     same_prompts = 0

@@ -43,7 +43,7 @@ class ServingEnvironment:
 
 
 @dataclass(frozen=True)
-class Build:
+class EngineBuild:
     """A build of an engine, as configs/serving.yaml has it."""
 
     engine: str
@@ -55,9 +55,9 @@ class Build:
     variables: dict[str, str] = field(default_factory=dict)
 
 
-def build_for(engine: str) -> Build:
+def build_for(engine: str) -> EngineBuild:
     """The first build of an engine that fits this machine's driver and Python; without a driver, the newest."""
-    builds = [Build(**row) for row in TABLE["builds"] if row["engine"] == engine]
+    builds = [EngineBuild(**row) for row in TABLE["builds"] if row["engine"] == engine]
     if builds and os.environ.get(f"{PREFIX}_PYTHON"):  # an interpreter of the learner's has what it has
         return builds[0]
     driver = hardware.ask_driver("--query-gpu=driver_version", "--format=csv,noheader")
@@ -152,12 +152,12 @@ def normalize(flags: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in flags.items():
         if value is not None:
             name = name.lstrip("-").replace("_", "-")
-            require_free(name)
+            refuse_reserved(name)
             normalized[name] = value
     return normalized
 
 
-def require_free(flag: str) -> None:
+def refuse_reserved(flag: str) -> None:
     """Refuse a flag that Server decides itself."""
     name = re.split(r"[=.]", flag)[0]
     for reserved, instead in TABLE["reserved_flags"].items():

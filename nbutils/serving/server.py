@@ -61,7 +61,7 @@ def preferred_port(platform: platforms.Platform, engine: str = "vllm") -> int:
         return 0
     for port in PUBLIC.get(platform.name, ()):
         with suppress(CourseError):
-            return checked_port(port)
+            return free_port(port)
     return 0
 
 
@@ -79,7 +79,7 @@ def public_address(platform: platforms.Platform, port: int) -> str:
     )
 
 
-def checked_port(port: int) -> int:
+def free_port(port: int) -> int:
     """The port if it is free on this machine; for 0 any free one."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -98,7 +98,7 @@ def reach_directly(host: str) -> None:
     """Keep clients of this process away from a proxy when they talk to this machine."""
     for name in ("NO_PROXY", "no_proxy"):
         hosts = os.environ.get(name, "")
-        if host not in hosts:
+        if host not in hosts.split(","):
             os.environ[name] = f"{hosts},{host}"
 
 
@@ -131,7 +131,7 @@ class Server:
         self.model = str(Path(model).absolute() if Path(model).is_dir() else model)
         adapters = adapters or {}
         self.flags = engines.normalize(flags or {}) | engines.lora_flags(adapters, environment.engine)
-        self.port = checked_port(port)
+        self.port = free_port(port)
         self.api_key: str | None = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
         if environment.engine == "transformers":
             self._without_key()

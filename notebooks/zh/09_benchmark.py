@@ -223,5 +223,5 @@ print(f"[{' OK ' if right else '待做'}] 你的答案是 {my_answer or '还没�
 # - 服务的预测和合并后的模型、适配器、基座模型各差多远；
 # - 基座模型和适配器的分数，由同一个服务用两个名字提供。
 # %%
-same_as_merged = {name: serving.compare(said, model.stored).identical for name, said in answers.items() if model.stored}
+same_as_merged = {name: serving.compare_answers(said, model.stored).identical for name, said in answers.items() if model.stored}
 lesson.finish(same_model, tokens_per_second=benchmark.speeds(), side_by_side=same_as_merged, lm_eval=metrics)
