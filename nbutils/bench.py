@@ -302,7 +302,7 @@ class Benchmark:
     def show(self, title: str = "") -> None:
         """The table, and below it what it means."""
         rows = [level_row(level) for level in sorted(self.levels, key=attrgetter("concurrency"))]
-        display.show_table(rows, title, display.aligned(rows) if rows else tr("nothing was measured"))
+        display.show_table(rows, title, display.aligned(rows))
         print(
             tr(
                 "at a time: requests under way together. Three times in a cell are p50 / p90 / p99: half, 90 % and"
@@ -341,14 +341,14 @@ class Benchmark:
 
     def attempt(self, name: str, measure: Callable[[Path], None], folder: Path) -> None:
         """Measure one engine; if it fails, the reason is kept and the others go on."""
-        print(f"{name}:", flush=True)
+        print(f"{name}:")
         try:
             measure(folder)
         except Exception as problem:  # an engine may fail in any way; what was measured before it counts
             reason = f"{type(problem).__name__}: {problem}"
             self.left_out[name] = reason
             self.save()
-            print(tr("  {name} left out: {reason}", name=name, reason=reason), flush=True)
+            print(tr("  {name} left out: {reason}", name=name, reason=reason))
         hardware.free_memory()  # also after a model that did not fit
 
     def generate(self, folder: Path) -> None:

@@ -276,21 +276,28 @@ def single_file(folder: str | Path, out: str | Path | None = None) -> str:
         )
     files.require_apart(out, folder)
     files.make_folder(out.parent, tr("the archive"))
-    files.remove_left(out.parent, f".{glob.escape(out.name)}.*.partial")
     disk.require_disk(out.parent, gib * 1.01 + 0.01, tr("one file of the model"))
+    with files.held(out.parent.resolve()):  # of two at once, one would remove what the other has begun
+        files.remove_left(out.parent, f".{glob.escape(out.name)}.*.partial")
+        sha256 = _pack(parts, folder.name, out, checksum)
+    return tr(
+        "{out}: {gib:.2f} GiB, sha256 {sha256}; download it in JupyterLab's file list",
+        out=out,
+        gib=gib,
+        sha256=sha256[:16],
+    )
+
+
+def _pack(parts: Sequence[Path], name: str, out: Path, checksum: Path) -> str:
+    """Write the archive with the files in a folder of that name, and its checksum file; the checksum."""
     with files.replacement(out) as archive:
         with tarfile.open(fileobj=archive, mode="w", dereference=True) as tar:
             for file in parts:
-                tar.add(file, f"{folder.name}/{file.name}", filter=_anonymous)
+                tar.add(file, f"{name}/{file.name}", filter=_anonymous)
         archive.flush()
         sha256 = files.sha256(Path(archive.name))
         files.write_text(checksum, f"{sha256}  {out.name}\n")
-    return tr(
-        "{out}: {mb:,.1f} MB, sha256 {sha256}; download it in JupyterLab's file list",
-        out=out,
-        mb=out.stat().st_size / 1e6,
-        sha256=sha256[:16],
-    )
+    return sha256
 
 
 def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -143,9 +143,9 @@ class AnswerParity:
     difference: str
 
     def __str__(self) -> str:
-        line = tr("{identical} of {total} answers are the same.", identical=self.identical, total=self.total)
+        line = tr("{parity.identical} of {parity.total} answers are the same.", parity=self)
         if self.by_token:
-            line += tr(" So are {same_prompts} of {total} prompts.", same_prompts=self.same_prompts, total=self.total)
+            line += tr(" So are {parity.same_prompts} of {parity.total} prompts.", parity=self)
         return f"{line}\n{self.difference}".strip()
 
     def require(self, dtype: str) -> None:
