@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-INSTALL := $(PY) nbutils/environments/installer.py -q  # uv with pip's settings; pip where uv cannot be had
+INSTALL := $(PY) nbutils/environments/installer.py -q  # uv with pip's settings
 # This exact torch first: on machines whose index knows a CPU build, it is the one taken, and nothing later replaces it.
 TORCH := torch==2.13.0
 

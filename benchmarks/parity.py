@@ -72,7 +72,7 @@ def served(predictions: parity.PredictionStore, merged: Path, dtype: str, log: P
     """What lesson 05 would say of it."""
     hardware.free_memory()
     gpu = hardware.gpu()
-    flags = {flag: choice.value for flag, choice in serving.flags_for(gpu, merged).items()}
+    flags = serving.flags_for(gpu, merged)
     flags |= {"served-model-name": "course", "dtype": dtype, "max-model-len": 1024}
     environment = serving.ensure_environment(str(hardware.engine(gpu).value))
     with serving.Server(merged, environment, flags=flags, log=log) as server:

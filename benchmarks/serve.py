@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from nbutils import bench
-from nbutils.bench import Benchmark, Settings
+from nbutils.bench import Benchmark, Load
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -42,7 +42,7 @@ def main(
     out: Path | None,
 ) -> None:  # fmt: skip
     """Measure MODEL, and its variants."""
-    settings = Settings(bench.parse_concurrency(concurrency), prompt_tokens, answer_tokens)
+    settings = Load(bench.parse_concurrency(concurrency), prompt_tokens, answer_tokens)
     board = Benchmark(out or RESULTS / f"serve_{where}.json", settings, {"where": where})
     bench.bench_model(model, board, bench.parse_rivals(rivals))
     for name, folder in read_variants(variants).items():

@@ -26,8 +26,7 @@ from nbutils import display, environments, files, hardware, models, serving
 from nbutils.errors import CourseError
 from nbutils.language import joined, tr
 from nbutils.merging.folder import read_header
-from nbutils.serving.engine import PREFIX
-from nbutils.serving.server import INSIDE, NO_KEY, reach_directly
+from nbutils.serving.server import INSIDE, KEY_VARIABLE, NO_KEY, reach_directly
 
 RIVALS = ("generate", "transformers-serve")
 BENCH_SERVE = INSIDE / "bench_serve.py"
@@ -40,10 +39,10 @@ Percentiles = dict[str, float]  # p50, p90 and p99 in milliseconds
 
 
 @dataclass(frozen=True)
-class Settings:
+class Load:
     """Levels of concurrency, tokens of a prompt and of an answer; each slot is filled `rounds` times.
 
-    Example: Settings(concurrency=(1, 8), prompt_tokens=32, answer_tokens=16)
+    Example: Load(concurrency=(1, 8), prompt_tokens=32, answer_tokens=16)
     """
 
     concurrency: tuple[int, ...] = (1, 8, 32, 128)
@@ -51,7 +50,7 @@ class Settings:
     answer_tokens: int = 128
     rounds: int = 4
 
-    def for_slow_engine(self, most: int) -> Settings:
+    def for_slow_engine(self, most: int) -> Load:
         """The same with levels up to `most`, and each slot filled once."""
         levels = tuple(level for level in self.concurrency if level <= most)
         return replace(self, concurrency=levels or (1,), rounds=1)
@@ -60,33 +59,24 @@ class Settings:
         """How many requests an engine gets at this level."""
         return self.rounds * max(2, concurrency)
 
-    def __str__(self) -> str:
-        requests = sum(self.requests_at(level) for level in self.concurrency)
-        tokens = requests * self.answer_tokens
-        return tr("  {requests:,} requests, {tokens:,} tokens to generate", requests=requests, tokens=tokens)
-
     def prompts(self, tokenizer: Any, concurrency: int) -> list[list[int]]:
         """The prompts of one level: random words of one token each, so that none gains from a prefix cache."""
-        words = []
-        for token, number in tokenizer.get_vocab().items():
-            if WORD.fullmatch(token):
-                words.append(number)
-        words.sort()
+        words = sorted(number for token, number in tokenizer.get_vocab().items() if WORD.fullmatch(token))
         rng = random.Random(concurrency)
         return [rng.choices(words, k=self.prompt_tokens) for _ in range(self.requests_at(concurrency))]
 
 
 @dataclass(frozen=True)
 class Level:
-    """One engine at one concurrency; times are None where nothing was answered, or they were not measured."""
+    """One engine at one concurrency; times that were not measured are None."""
 
     engine: str
     concurrency: int
     requests: int
+    seconds: float
+    tokens_per_second: float
     errors: int = 0
     first_error: str = ""
-    seconds: float = 0.0
-    tokens_per_second: float = 0.0
     ttft_ms: Percentiles | None = None
     tpot_ms: Percentiles | None = None
     latency_ms: Percentiles | None = None
@@ -107,59 +97,13 @@ def summarize(engine: str, concurrency: int, latencies: Sequence[float], *, toke
     )
 
 
-@dataclass(frozen=True)
-class OtherServer:
-    """An OpenAI-compatible server that was started elsewhere, with the names of a `serving.Server`.
-
-    `model` is where its tokenizer is, `environment` what measures it.
-    """
-
-    url: str
-    model_name: str
-    model: str
-    environment: serving.ServingEnvironment
-    api_key: str | None = field(default=None, repr=False)
-    engine: str = ""
-
-
-MeasuredServer = serving.Server | OtherServer
-
-
-def find_server(url: str, name: str = "", model: Path | None = None, api_key: str | None = None) -> OtherServer:
-    """The server at a URL, with its first model unless one is named."""
-    from openai import OpenAI
-
-    url = f"{url.rstrip('/').removesuffix('/v1')}/v1"
-    reach_directly(urlsplit(url).hostname or "127.0.0.1")
-    client = OpenAI(base_url=url, api_key=api_key or NO_KEY, timeout=10.0, max_retries=0)
-    try:
-        first = client.models.list().data[0]
-    except Exception as problem:  # whatever answers there need not be an OpenAI-compatible server
-        raise CourseError(
-            tr("{url} did not answer like an OpenAI-compatible server ({problem}).", url=url, problem=repr(problem)),
-            todo=tr("Start it first, correct --url, or set VLLM_API_KEY to the key it was started with."),
-        ) from problem
-    tokenizer = str(model or getattr(first, "root", None) or first.id)  # vLLM says where its model came from
-    environment = serving.ensure_environment()
-    return OtherServer(url, name or first.id, tokenizer, environment, api_key=api_key, engine=first.owned_by)
-
-
-def measure_level(server: MeasuredServer, engine: str, settings: Settings, concurrency: int) -> Level:
-    """Measure one level, by `vllm bench serve` if the server takes its requests."""
-    if server.environment.engine == "transformers":
-        return measure_by_client(server, engine, settings, concurrency)
-    flags = bench_serve_flags(server, settings, concurrency)
-    result = bench_serve(server.environment, flags, server.api_key)
-    return read_level(engine, result, settings.answer_tokens)
-
-
-def bench_serve_flags(server: MeasuredServer, settings: Settings, concurrency: int) -> dict[str, Any]:
+def bench_serve_flags(url: str, model_name: str, tokenizer: str, settings: Load, concurrency: int) -> dict[str, Any]:
     """The flags of `vllm bench serve` for one level, those that lesson 09 has in view."""
     return {
         "backend": "openai",
-        "base-url": server.url.removesuffix("/v1"),
-        "model": server.model_name,
-        "tokenizer": server.model,
+        "base-url": url.removesuffix("/v1"),
+        "model": model_name,
+        "tokenizer": tokenizer,
         "dataset-name": "random",
         "random-input-len": settings.prompt_tokens,
         "random-output-len": settings.answer_tokens,
@@ -174,11 +118,11 @@ def bench_serve_flags(server: MeasuredServer, settings: Settings, concurrency: i
 
 
 def bench_serve(
-    environment: serving.ServingEnvironment, flags: Mapping[str, Any], api_key: str | None = None
-) -> dict[str, Any]:
-    """Run `vllm bench serve` in the serving environment; what it saves, with every single request.
+    environment: serving.ServingEnvironment, flags: Mapping[str, Any], api_key: str | None = None, engine: str = "vllm"
+) -> Level:
+    """Run `vllm bench serve` in the serving environment; what it measured.
 
-    Example: bench_serve(environment, flags, server.api_key)["output_throughput"]
+    Example: bench_serve(environment, flags, server.api_key).tokens_per_second
     """
     extra = dict(environment.env_vars)
     if api_key:
@@ -188,13 +132,13 @@ def bench_serve(
     with tempfile.TemporaryDirectory() as folder:
         saving = {
             "save-result": True,
-            "save-detailed": True,
+            "save-detailed": True,  # every single request
             "result-dir": folder,
             "result-filename": "result.json",
             "disable-tqdm": True,
         }
         command = [str(environment.python), str(BENCH_SERVE), *serving.to_words({**flags, **saving})]
-        variables = environments.variables(PREFIX, extra)
+        variables = environments.variables(extra)
         ended = subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if ended.returncode:
             lines = "\n".join(ended.stderr.strip().splitlines()[-3:])
@@ -205,21 +149,19 @@ def bench_serve(
                     "with --model."
                 ),
             )
-        return dict(files.read_json(Path(folder) / "result.json"))
+        return read_level(engine, files.read_json(Path(folder) / "result.json"))
 
 
-def read_level(engine: str, result: Mapping[str, Any], tokens: int) -> Level:
-    """A level from what `vllm bench serve` saved; for it an answer that is too short is no error, here it is one."""
-    errors = []
-    for error, count in zip(result["errors"], result["output_lens"], strict=True):
-        if error:
-            errors.append(error.strip().splitlines()[-1])
-        elif count != tokens:
-            errors.append(tr("{count} tokens returned, {tokens} requested", count=count, tokens=tokens))
+def read_level(engine: str, result: Mapping[str, Any]) -> Level:
+    """A level from what `vllm bench serve` saved."""
+    errors = [error.strip().splitlines()[-1] for error in result["errors"] if error]
+    if not result["completed"]:
+        raise CourseError(
+            tr("Not one of {requests} requests was answered: {error}", requests=len(errors), error=errors[0]),
+            todo=tr("Read the server's log, and check --name and the key in VLLM_API_KEY."),
+        )
 
-    def saved_percentiles(metric: str) -> Percentiles | None:
-        if not result["completed"]:
-            return None
+    def saved_percentiles(metric: str) -> Percentiles:
         return {f"p{share}": round(result[f"p{share}_{metric}_ms"], 2) for share in PERCENTILES}
 
     return Level(
@@ -236,19 +178,14 @@ def read_level(engine: str, result: Mapping[str, Any], tokens: int) -> Level:
     )
 
 
-def measure_by_client(server: MeasuredServer, engine: str, settings: Settings, concurrency: int) -> Level:
+def measure_by_client(server: serving.Server, engine: str, settings: Load, concurrency: int) -> Level:
     """Measure one level with the `openai` client in threads, which is fast enough for `transformers serve`."""
-    from openai import OpenAI
     from transformers import AutoTokenizer
 
-    client = OpenAI(
-        base_url=server.url,
-        api_key=server.api_key or NO_KEY,
-        timeout=300.0,
-        max_retries=0,
-    )
+    client = server.client(timeout=300.0, max_retries=0)
     tokenizer = AutoTokenizer.from_pretrained(server.model, trust_remote_code=False)
-    prompts = [tokenizer.decode(ids) for ids in settings.prompts(tokenizer, concurrency)]
+    prompt_ids = settings.prompts(tokenizer, concurrency)
+    prompts = [tokenizer.decode(ids) for ids in prompt_ids]
     tokens = settings.answer_tokens
     request = partial(time_request, client, server.model_name, tokens)
     list(serving.send_concurrently(request, prompts[:1], server.url))  # the first one is slow
@@ -304,13 +241,12 @@ def time_generate(model: Any, prompts: Any, tokens: int) -> float:
 class Benchmark:
     """Engines at several levels of concurrency; the file is written after each level, so that none is lost.
 
-    Example: Benchmark(Path("bench.json"), Settings(), {}).run(folder, ["generate", "vllm"])
+    Example: Benchmark(Path("bench.json"), Load(), {}).run(folder, ["generate", "vllm"])
     """
 
     path: Path | None
-    settings: Settings
+    settings: Load
     about: dict[str, Any]
-    gpu: hardware.GPU | None = None
     levels: list[Level] = field(default_factory=list)
     bandwidth_limit: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine: what its weights allow at 1
     left_out: dict[str, str] = field(default_factory=dict)
@@ -319,19 +255,14 @@ class Benchmark:
         """Keep a level, and print it."""
         self.levels.append(level)
         self.save()
-        line = tr(
-            "  {engine}, {concurrency} at a time: {tokens_per_second:,.1f} tokens/s",
-            engine=level.engine,
-            concurrency=level.concurrency,
-            tokens_per_second=level.tokens_per_second,
+        print(
+            tr(
+                "  {level.engine}, {level.concurrency} at a time: {level.tokens_per_second:,.1f} tokens/s, errors: "
+                "{level.errors} {level.first_error}",
+                level=level,
+            ),
+            flush=True,
         )
-        if level.errors:
-            line += tr(", {errors} ERRORS ({first_error})", errors=level.errors, first_error=level.first_error)
-        print(line, flush=True)
-
-    def add_result(self, engine: str, result: Mapping[str, Any]) -> None:
-        """Keep what `vllm bench serve` saved."""
-        self.add(read_level(engine, result, self.settings.answer_tokens))
 
     def add_limit(self, engine: str, folder: Path, device: str = "cuda", size: int = 2**30) -> None:
         """The most tokens a second for one stream, which reads all weights but an embedding: measured by copying."""
@@ -353,14 +284,14 @@ class Benchmark:
         """Tokens a second by engine and concurrency."""
         speeds: dict[str, dict[str, float]] = {}
         for level in self.levels:
-            by_concurrency = speeds.setdefault(level.engine, {})
-            by_concurrency[str(level.concurrency)] = level.tokens_per_second
+            of_engine = speeds.setdefault(level.engine, {})
+            of_engine[str(level.concurrency)] = level.tokens_per_second
         return speeds
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for a file or another program."""
         everything = asdict(self)
-        del everything["path"], everything["gpu"]
+        del everything["path"]
         return everything
 
     def save(self) -> None:
@@ -371,25 +302,21 @@ class Benchmark:
     def show(self, title: str = "") -> None:
         """The table, and below it what it means."""
         rows = [level_row(level) for level in sorted(self.levels, key=attrgetter("concurrency"))]
-        display.show_table(rows, title, display.aligned(rows) if rows else tr("nothing was measured"))
-        if rows:
-            print(
-                tr(
-                    "at a time: requests under way together. Three times in a cell are p50 / p90 / p99: half, 90 % and"
-                    " 99 % of the requests took no longer. errors: failed / all."
-                )
+        display.show_table(rows, title, display.aligned(rows))
+        print(
+            tr(
+                "at a time: requests under way together. Three times in a cell are p50 / p90 / p99: half, 90 % and"
+                " 99 % of the requests took no longer. errors: failed / all."
             )
+        )
         for engine, limit in self.bandwidth_limit.items():
-            speed = limit["tokens_per_second"]
             print(
                 tr(
                     "{engine}, one at a time: at most {speed:,} tokens/s, by memory bandwidth.",
                     engine=engine,
-                    speed=speed,
+                    speed=limit["tokens_per_second"],
                 )
             )
-        for engine, reason in self.left_out.items():
-            print(tr("Not measured: {what} ({reason}).", what=engine, reason=reason))
 
     def plot(self, path: Path | None = None) -> None:
         """Tokens a second over the concurrency."""
@@ -398,9 +325,7 @@ class Benchmark:
             axes.plot(list(speeds), list(speeds.values()), "o-", label=engine)
         axes.set(xlabel=tr("requests at a time"), ylabel="tokens/s", yscale="log")
         axes.yaxis.set_major_formatter("{x:,.0f}")
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-        figure.tight_layout()
+        axes.legend()
         display.show_figure(figure, path)
 
     def run(self, folder: Path, engines: Sequence[str]) -> None:
@@ -416,29 +341,28 @@ class Benchmark:
 
     def attempt(self, name: str, measure: Callable[[Path], None], folder: Path) -> None:
         """Measure one engine; if it fails, the reason is kept and the others go on."""
-        print(f"{name}:", flush=True)
+        print(f"{name}:")
         try:
             measure(folder)
         except Exception as problem:  # an engine may fail in any way; what was measured before it counts
-            reason = str(problem) if isinstance(problem, CourseError) else repr(problem)
+            reason = f"{type(problem).__name__}: {problem}"
             self.left_out[name] = reason
             self.save()
-            print(tr("  {name} left out: {reason}", name=name, reason=reason), flush=True)
-        serving.free_gpu_memory()  # also after a model that did not fit
+            print(tr("  {name} left out: {reason}", name=name, reason=reason))
+        hardware.free_memory()  # also after a model that did not fit
 
     def generate(self, folder: Path) -> None:
         """Plain `generate` in batches, on the first prompts that servers get."""
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        gpu = hardware.gpu()
         settings = self.settings.for_slow_engine(32)
         tokens = settings.answer_tokens
-        print(settings, flush=True)
+        device = "cuda:0" if gpu else "cpu"
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        dtype = hardware.dtype(self.gpu).value
-        device = "cuda:0" if self.gpu else "cpu"
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, device_map=device, trust_remote_code=False
+            folder, dtype=hardware.dtype(gpu).value, device_map=device, trust_remote_code=False
         )
         for size in settings.concurrency:
             batches = torch.tensor(settings.prompts(tokenizer, size), device=device).split(size)
@@ -448,47 +372,38 @@ class Benchmark:
 
     def vllm(self, folder: Path, name: str = "vllm") -> None:
         """vLLM with its defaults; only what this GPU wants and the prompts need is set."""
-        if self.gpu:
+        gpu = hardware.gpu()
+        if gpu:
             self.add_limit(name, folder)
-            serving.free_gpu_memory()
         settings = self.settings
-        flags = {flag: choice.value for flag, choice in serving.flags_for(self.gpu, folder).items()}
+        flags = serving.flags_for(gpu, folder)
         flags["served-model-name"] = "bench"
         flags["max-num-seqs"] = max(settings.concurrency)
         flags["max-model-len"] = settings.prompt_tokens + settings.answer_tokens + SPARE_TOKENS
-        with serving.Server(folder, hardware.engine(self.gpu).value, flags=flags) as server:
+        with serving.Server(folder, serving.ensure_environment(), flags=flags) as server:
             self.measure(server, name)
 
     def transformers_serve(self, folder: Path) -> None:
         """`transformers serve`, with its continuous batching where there is a GPU; fewer requests, as it is slow."""
+        gpu = hardware.gpu()
         flags = {
-            "dtype": hardware.dtype(self.gpu).value,
-            "device": "cuda:0" if self.gpu else "cpu",
-            "continuous-batching": self.gpu is not None,
+            "dtype": hardware.dtype(gpu).value,
+            "device": "cuda:0" if gpu else "cpu",
+            "continuous-batching": gpu is not None,
         }
-        with serving.Server(folder, "transformers", flags=flags) as server:
-            self.measure(server, "transformers serve", self.settings.for_slow_engine(32 if self.gpu else 8))
+        with serving.Server(folder, serving.ensure_environment("transformers"), flags=flags) as server:
+            self.measure(server, "transformers serve", self.settings.for_slow_engine(32 if gpu else 8))
 
-    def measure(self, server: MeasuredServer, engine: str, settings: Settings | None = None) -> None:
-        """Measure a server that is up, one level after the other; stop where not one request is answered."""
+    def measure(self, server: serving.Server, engine: str, settings: Load | None = None) -> None:
+        """Measure a server that is up, level by level; by `vllm bench serve` if it takes its requests."""
         settings = settings or self.settings
-        print(settings, flush=True)
         for concurrency in settings.concurrency:
-            level = measure_level(server, engine, settings, concurrency)
+            if server.environment.engine == "transformers":
+                level = measure_by_client(server, engine, settings, concurrency)
+            else:
+                flags = bench_serve_flags(server.url, server.model_name, server.model, settings, concurrency)
+                level = bench_serve(server.environment, flags, server.api_key, engine)
             self.add(level)
-            if level.errors == level.requests:
-                raise CourseError(
-                    tr(
-                        "Not one of {requests} requests to {url} was answered: {error}",
-                        requests=level.requests,
-                        url=server.url,
-                        error=level.first_error,
-                    ),
-                    todo=tr(
-                        "Read the server's log. If it expects another key or another --name, give that, then measure "
-                        "again."
-                    ),
-                )
 
 
 def bytes_read_per_token(folder: Path) -> int:
@@ -522,22 +437,13 @@ def in_one_cell(times: Percentiles | None) -> str:
     return " / ".join(f"{value:,.1f}" for value in times.values())
 
 
-def bench_model(folder: Path, benchmark: Benchmark, rivals: Sequence[str] = RIVALS) -> None:
+def bench_model(folder: Path, benchmark: Benchmark, rivals: Sequence[str]) -> None:
     """Measure a model folder: plain generate, what serves it best on this machine, and `transformers serve`."""
     hardware.share_processors()
     models.model_folder(folder)  # refuses what is none
     gpu = hardware.gpu()
-    benchmark.gpu = gpu
-    benchmark.about["model"] = folder.name
-    benchmark.about["dtype"] = hardware.dtype(gpu).value
-    benchmark.about["machine"] = gpu.name if gpu else "cpu"
-    print(
-        tr(
-            "Each engine is started first, which can take minutes. In all some 4 minutes with the tiny model"
-            " on 2 idle cores."
-        ),
-        flush=True,
-    )
+    machine = gpu.name if gpu else "cpu"
+    benchmark.about |= {"model": folder.name, "dtype": hardware.dtype(gpu).value, "machine": machine}
     own = "transformers-serve" if hardware.engine(gpu).value == "transformers" else "vllm"
     benchmark.run(folder, [*rivals, own])
 
@@ -548,13 +454,13 @@ def parse_rivals(text: str) -> list[str]:
     Example: parse_rivals("generate, transformers-serve")
     """
     names = [part.strip() for part in text.split(",") if part.strip()]
-    unknown = [name for name in names if name not in RIVALS]
-    if unknown:
-        raise CourseError(
-            tr("There are no rivals called {names}.", names=", ".join(unknown)),
-            allowed=tr("{rivals}, separated by commas, or nothing", rivals=", ".join(RIVALS)),
-            todo=tr("Correct the name, or leave it out."),
-        )
+    for name in names:
+        if name not in RIVALS:
+            raise CourseError(
+                tr("There is no rival called {name!r}.", name=name),
+                allowed=tr("{rivals}, separated by commas, or nothing", rivals=", ".join(RIVALS)),
+                todo=tr("Correct the name, or leave it out."),
+            )
     return names
 
 
@@ -569,15 +475,37 @@ def parse_concurrency(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in text.split(",")}))
 
 
+def bench_url(url: str, name: str, model: Path | None, benchmark: Benchmark) -> None:
+    """Measure a running server, whose key is in VLLM_API_KEY, with its first model unless one is named."""
+    from openai import OpenAI
+
+    url = f"{url.rstrip('/').removesuffix('/v1')}/v1"
+    reach_directly(urlsplit(url).hostname or "127.0.0.1")
+    key = os.environ.get(KEY_VARIABLE)
+    client = OpenAI(base_url=url, api_key=key or NO_KEY, timeout=10.0, max_retries=0)
+    try:
+        first = client.models.list().data[0]
+    except Exception as problem:  # whatever answers there need not be an OpenAI-compatible server
+        raise CourseError(
+            tr("{url} did not answer like an OpenAI-compatible server ({problem}).", url=url, problem=repr(problem)),
+            todo=tr("Start it first, correct --url, or set VLLM_API_KEY to the key it was started with."),
+        ) from problem
+    tokenizer = str(model or getattr(first, "root", None) or first.id)  # vLLM says where its model came from
+    environment = serving.ensure_environment()
+    settings = benchmark.settings
+    for concurrency in settings.concurrency:
+        flags = bench_serve_flags(url, name or first.id, tokenizer, settings, concurrency)
+        benchmark.add(bench_serve(environment, flags, key, engine=first.owned_by))
+
+
 def measure_speed(
-    model: Path | None, url: str, name: str, settings: Settings, *, rivals: Sequence[str], out: Path | None
+    model: Path | None, url: str, name: str, settings: Load, *, rivals: Sequence[str], out: Path | None
 ) -> Benchmark:
-    """The command line: a model folder with its rivals, or a running server, whose key is in VLLM_API_KEY."""
+    """The command line: a model folder with its rivals, or a running server."""
     path = files.make_folder(out, tr("the results")) / "bench.json" if out else None
     benchmark = Benchmark(path, settings, {})
     if url:
-        server = find_server(url, name, model, os.environ.get("VLLM_API_KEY"))
-        benchmark.measure(server, server.engine)
+        bench_url(url, name, model, benchmark)
     elif model:
         bench_model(model, benchmark, rivals)
     else:

@@ -306,7 +306,7 @@ def bench_serve(
     """Measure how fast a model is served: throughput, first token, time per token, latency, errors."""
     from nbutils import bench
 
-    settings = bench.Settings(bench.parse_concurrency(concurrency), prompt_tokens, answer_tokens)
+    settings = bench.Load(bench.parse_concurrency(concurrency), prompt_tokens, answer_tokens)
     progress = redirect_stdout(sys.stderr) if as_json else nullcontext()
     with progress:
         results = bench.measure_speed(settings=settings, rivals=bench.parse_rivals(rivals), **options)

@@ -26,7 +26,7 @@ from nbutils.language import tr
 from nbutils.masking import without_secrets
 
 TORCH = ">=2.8"  # as in pyproject.toml; an older one is left alone: driver and CUDA of its image belong to it
-BLOCKERS = {"torchao": "<0.16"}  # PEFT from 0.19 on refuses to start beside these versions
+BLOCKERS = ("torchao<0.16",)  # PEFT from 0.19 on refuses to start beside these versions
 FREE = ("datasets", "pyarrow", "dill", "multiprocess")  # TRL asks for newer ones than Colab and Kaggle have
 MARKER = "course-wheels.json"
 READ_BY_PIP = (".whl", ".gz", ".zip", ".bz2", ".xz", ".html")
@@ -61,8 +61,11 @@ def ensure(extra: str) -> None:
     pip_install(missing, wheels)
     importlib.invalidate_caches()
     after = versions()
-    replaced = [name for name in before if after.get(name) != before[name]]
-    if loaded := [name for name in replaced if name.replace("-", "_") in sys.modules]:
+    loaded = []
+    for name, version in before.items():
+        if after.get(name) != version and name.replace("-", "_") in sys.modules:
+            loaded.append(name)
+    if loaded:
         raise CourseError(
             tr("{packages} was replaced while this kernel had the old version loaded.", packages=", ".join(loaded)),
             todo=tr("Restart the kernel (Runtime > Restart) and run all cells again."),
@@ -71,17 +74,11 @@ def ensure(extra: str) -> None:
 
 def _remove_blockers() -> None:
     """Remove packages beside which PEFT does not start."""
-    for name, old in BLOCKERS.items():
-        if unsatisfied([f"{name}{old}"]):
+    for blocker in BLOCKERS:
+        if unsatisfied([blocker]):
             continue
-        print(
-            tr(
-                "Removing {name} {version}: PEFT refuses to start beside it, and no lesson uses it.",
-                name=name,
-                version=metadata.version(name),
-            )
-        )
-        command = [sys.executable, "-m", "pip", "uninstall", "-y", "-q", name]
+        print(tr("Removing {name}: PEFT refuses to start beside it, and no lesson uses it.", name=blocker))
+        command = [sys.executable, "-m", "pip", "uninstall", "-y", "-q", Requirement(blocker).name]
         subprocess.run(command, check=True, env=without_secrets(os.environ))
 
 
@@ -155,7 +152,7 @@ def versions() -> dict[str, str]:
         name = distribution.metadata["Name"]
         if name and distribution.version:  # a broken installation may have none
             installed[str(canonicalize_name(name))] = distribution.version
-    return dict(sorted(installed.items()))
+    return installed
 
 
 def is_platforms_own(name: str) -> bool:
@@ -217,12 +214,12 @@ def attached_wheels() -> Path | None:
             ),
             todo=tr("Detach the others, or set NBUTILS_SOURCE to the course's wheel in the one that is yours."),
         )
-    problems = _wheel_problems(markers[0])
     folder = markers[0].parent
+    problems = _wheel_problems(folder)
     if problems:
         raise CourseError(
             tr(
-                "The attached folder of wheels {folder} is not used: {problems}. Nothing was installed.",
+                "The attached folder of wheels {folder} is not what its list says: {problems}. Nothing was installed.",
                 folder=folder,
                 problems=", ".join(problems),
             ),
@@ -247,22 +244,20 @@ def _wheel_markers() -> list[Path]:
     return platforms.find_inputs(platforms.folders(platforms.detect()).inputs, MARKER)
 
 
-def _wheel_problems(marker: Path) -> list[str]:
-    """Where a folder of wheels is not exactly what its list says, or not for this Python."""
-    folder = marker.parent
+def _wheel_problems(folder: Path) -> list[str]:
+    """The files that are missing, damaged or not listed; and the Python of a folder for another one."""
     try:
-        listed = read_json(marker)
-        checksums = {Path(str(file["name"])).name: file["sha256"] for file in listed["files"]}
+        listed = read_json(folder / MARKER)
+        checksums = {str(file["name"]): file["sha256"] for file in listed["files"]}
         python = listed["python"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return [tr("{name} is damaged ({problem})", name=MARKER, problem=type(error).__name__)]
-    problems = []
+    except (ValueError, KeyError, TypeError):
+        return [MARKER]
+    present = {}
+    for path in folder.iterdir():
+        if path.suffix in READ_BY_PIP:
+            present[path.name] = sha256(path) if path.is_file() else ""
+    names = sorted(checksums | present)
+    problems = [name for name in names if checksums.get(name) != present.get(name)]
     if python != PYTHON:
-        problems.append(tr("it is for Python {version}", version=python))
-    for name, checksum in checksums.items():
-        if not (folder / name).is_file() or sha256(folder / name) != checksum:
-            problems.append(tr("{name} is missing or damaged", name=name))
-    for path in sorted(folder.iterdir()):
-        if path.suffix in READ_BY_PIP and path.name not in checksums:
-            problems.append(tr("{name} is not listed", name=path.name))
+        problems.append(f"Python {python}")
     return problems

@@ -70,8 +70,7 @@ class ServedModel:
     @property
     def flags(self) -> Facts:
         """The flags this GPU and this model need; the lesson chooses the others."""
-        choices = serving.flags_for(self.gpu, self.folder)
-        flags = {name: choice.value for name, choice in choices.items()}
+        flags = serving.flags_for(self.gpu, self.folder)
         flags["dtype"] = self.dtype
         if self.evaluator.thinking is not None:
             flags["default-chat-template-kwargs"] = {"enable_thinking": self.evaluator.thinking}
@@ -93,8 +92,8 @@ class ServedModel:
         """Ask the server, and stop if the merged model does not answer as in lesson 04; an export is only reported."""
         evaluator = self.evaluator
         served = self.ask(server)
-        agreement = serving.compare(served if self.stored else [], self.stored)
-        if self.is_merged:
+        agreement = serving.compare_answers(served if self.stored else [], self.stored)
+        if self.is_merged and self.stored:
             agreement.require(evaluator.dtype)
         text = tr(NOTHING_STORED)
         columns = {tr("server"): [answer.text for answer in served]}
@@ -151,7 +150,7 @@ def serving_dtype(
         return "bfloat16" if dtype == "float32" else dtype, export  # its kernels compute in 16 bits only
     gib = weights_bytes(folder) / files.GIB
     if gpu and engine != "transformers":
-        gpus = tensor_parallel(folder, gpu.count).value
+        gpus = tensor_parallel(folder, gpu.count)
         share = profile.vllm.gpu_memory_utilization * gpu.memory_gib
         fits = gib <= gpus * (share - MIN_KV_CACHE_GIB)
     else:

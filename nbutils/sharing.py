@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from nbutils import disk, files, masking, platforms
 from nbutils.errors import CourseError
@@ -53,7 +54,7 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
 
     Example: with prepared("runs/tiny/merged", "hub:owner/name") as upload: ...
     """
-    kind, name = parse(to)
+    kind, name = parse_target(to)
     host = HOSTS[kind]
     parts, gib = _model_files(Path(folder))
     token = platforms.secret(host.secret)
@@ -63,7 +64,8 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
             todo=tr("Create one at {get_token} and store it under that name.", get_token=host.get_token),
         )
     try:
-        with _variable(host.secret, token), tempfile.TemporaryDirectory(prefix="nbutils-push-") as stage:
+        variables = patch.dict(os.environ, {host.secret: token})  # kagglehub looks for its token nowhere else
+        with variables, tempfile.TemporaryDirectory(prefix="nbutils-push-") as stage:
             _fill(Path(stage), parts)
             Path(stage, "README.md").write_text(model_card(Path(folder), name), encoding="utf-8")
             yield Upload(stage, name, f"{host.page}{name}", gib, token)
@@ -82,23 +84,8 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
         raise error from None  # the original may hold the token in its request
 
 
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for a while: kagglehub looks for its token nowhere else."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
 def _model_files(folder: Path) -> tuple[list[Path], float]:
     """The files of a model and their GiB; a link counts as its file, hidden and half-written files do not count."""
-    folder = folder.expanduser()
     parts = []
     for pattern in SHARED:
         parts += [file for file in folder.glob(pattern) if not file.name.startswith(".")]
@@ -171,17 +158,17 @@ def push(folder: str | Path, to: str, *, private: bool = True) -> str:
     """
     if to == "file":
         return single_file(folder)
-    kind, _ = parse(to)
+    kind, _ = parse_target(to)
     with prepared(folder, to) as upload:
         is_private = HOSTS[kind].upload(upload, private)
     visibility = tr("private") if is_private else tr("PUBLIC")
     return f"{upload.page} ({upload.gib:.2f} GiB, {visibility})"
 
 
-def parse(to: str) -> tuple[str, str]:
+def parse_target(to: str) -> tuple[str, str]:
     """Kind and name of a target.
 
-    Example: parse("hub:owner/name") == ("hub", "owner/name")
+    Example: parse_target("hub:owner/name") == ("hub", "owner/name")
     """
     kind, _, name = to.strip().partition(":")
     if kind not in HOSTS or not HUB_ID.fullmatch(name):
@@ -279,9 +266,9 @@ HOSTS = {
 
 def single_file(folder: str | Path, out: str | Path | None = None) -> str:
     """Pack a model folder into one .tar, uncompressed, with its checksum in a .sha256 file beside it."""
-    folder = Path(folder).expanduser().resolve()
+    folder = Path(folder).resolve()
     parts, gib = _model_files(folder)
-    out = Path(out or f"{folder}.tar").expanduser().absolute()
+    out = Path(out or f"{folder}.tar").absolute()
     checksum = out.with_name(f"{out.name}.sha256")
     if os.path.lexists(out) and not checksum.is_file():  # not made here
         raise CourseError(
@@ -289,21 +276,28 @@ def single_file(folder: str | Path, out: str | Path | None = None) -> str:
         )
     files.require_apart(out, folder)
     files.make_folder(out.parent, tr("the archive"))
-    files.remove_left(out.parent, f".{glob.escape(out.name)}.*.partial")
     disk.require_disk(out.parent, gib * 1.01 + 0.01, tr("one file of the model"))
+    with files.held(out.parent.resolve()):  # of two at once, one would remove what the other has begun
+        files.remove_left(out.parent, f".{glob.escape(out.name)}.*.partial")
+        sha256 = _pack(parts, folder.name, out, checksum)
+    return tr(
+        "{out}: {gib:.2f} GiB, sha256 {sha256}; download it in JupyterLab's file list",
+        out=out,
+        gib=gib,
+        sha256=sha256[:16],
+    )
+
+
+def _pack(parts: Sequence[Path], name: str, out: Path, checksum: Path) -> str:
+    """Write the archive with the files in a folder of that name, and its checksum file; the checksum."""
     with files.replacement(out) as archive:
         with tarfile.open(fileobj=archive, mode="w", dereference=True) as tar:
             for file in parts:
-                tar.add(file, f"{folder.name}/{file.name}", filter=_anonymous)
+                tar.add(file, f"{name}/{file.name}", filter=_anonymous)
         archive.flush()
         sha256 = files.sha256(Path(archive.name))
         files.write_text(checksum, f"{sha256}  {out.name}\n")
-    return tr(
-        "{out}: {mb:,.1f} MB, sha256 {sha256}; download it in JupyterLab's file list",
-        out=out,
-        mb=out.stat().st_size / 1e6,
-        sha256=sha256[:16],
-    )
+    return sha256
 
 
 def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -92,7 +92,7 @@ print(f"{environment.engine}, with the Python {environment.python}")
 # - `gpu_memory_utilization`: the share of the GPU memory that the server takes.
 #
 # More flags may be added there, for example `SET = "vllm.enable_prefix_caching=false"` in lesson 01 or 03. `model.flags` are those that
-# this machine and this model need, such as the precision of lesson 04; the last lines say why. You can copy the command to any machine
+# this machine and this model need, such as the precision of lesson 04; the last line says why. You can copy the command to any machine
 # with vLLM.
 
 # %%
@@ -112,17 +112,16 @@ server = serving.Server(model.folder, environment, flags=flags, port=port, log=l
 program = environment.engine.removesuffix("-cpu")  # vllm or transformers
 command = [program, "serve", server.model, *serving.to_words(server.flags)]
 print(shlex.join(command))
-print(*{choice.reason for choice in serving.flags_for(lesson.gpu, model.folder).values()}, sep="\n")
+print(serving.flags_reason(lesson.gpu))
 
 # %% [markdown]
 # ## Start
 #
-# This is the same command as it is run here: as a call of vLLM's Python module, listening on this machine only, with an API key that
-# every client must send. The server imports its libraries, loads the weights, and reserves memory for the KV cache. Then it answers. It
-# stops when you stop it, when a cell fails, and when this notebook's kernel ends.
+# The command is run with two additions: the server listens on this machine only, and every client must send an API key. The server imports
+# its libraries, loads the weights, and reserves memory for the KV cache. Then it answers. It stops when you stop it, when a cell fails, and
+# when this notebook's kernel ends.
 
 # %%
-print(server.shell_line())
 startup_seconds = server.start().wait()
 print(serving.public_address(lesson.platform, server.port))
 

@@ -64,7 +64,7 @@ from nbutils import exporting, sharing
 lesson = nbutils.start("08_export", globals())
 formats = exporting.parse_formats(EXPORTS or "gguf-q8_0")
 if PUSH_TO not in ("", "file"):
-    sharing.parse(PUSH_TO)
+    sharing.parse_target(PUSH_TO)
 lesson.require("04_merge")
 folder = lesson.run.merged
 
@@ -145,7 +145,7 @@ print(*exports, sep="\n")
 
 # %%
 compared = exporting.check_exports(exports, lesson.run.path)
-display.show_table([one.row for one in compared], "Size and price")
+display.show_table([line.row for line in compared], "Size and price")
 
 # %% [markdown]
 # ## Share it
@@ -197,4 +197,4 @@ else:
 # - if you ask for it, an upload to a hub or one file to download.
 
 # %%
-lesson.finish(exports=[one.facts for one in compared], pushed=pushed)
+lesson.finish(exports=[line.facts for line in compared], pushed=pushed)

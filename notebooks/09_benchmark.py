@@ -72,13 +72,13 @@ tasks = evaluation.parse_tasks(LM_EVAL_TASKS)
 # numbers go to `bench.json` in the run folder, after every step.
 
 # %%
-settings = bench.Settings(
+settings = bench.Load(
     concurrency=(1, 8, 32, 128) if lesson.gpu else (1, 8),  # requests at the same time
     prompt_tokens=128 if lesson.gpu else 32,
     answer_tokens=128 if lesson.gpu else 16,
     rounds=4 if lesson.gpu else 2,  # how often each of them asks
 )
-benchmark = bench.Benchmark(lesson.run.path / "bench.json", settings, {"model": lesson.model_name}, lesson.gpu)
+benchmark = bench.Benchmark(lesson.run.path / "bench.json", settings, {"model": lesson.model_name})
 
 # %% [markdown]
 # ## The limit of the GPU
@@ -141,7 +141,7 @@ for users in settings.concurrency if environment.engine != "transformers" else (
     level = {"max-concurrency": users, "num-prompts": settings.requests_at(users), "num-warmups": users}
     if users == 1:
         print(shlex.join(["vllm", "bench", "serve", *serving.to_words(load | level)]))
-    benchmark.add_result("vllm", bench.bench_serve(environment, load | level, server.api_key))
+    benchmark.add(bench.bench_serve(environment, load | level, server.api_key))
 if environment.engine == "transformers":
     benchmark.measure(server, "transformers serve")
 
@@ -234,5 +234,5 @@ print(f"[{' OK ' if right else 'todo'}] exercise: saw {my_answer or 'no answer y
 # - the scores of base model and adapter, served under two names by one server.
 
 # %%
-same_as_merged = {name: serving.compare(said, model.stored).identical for name, said in answers.items() if model.stored}
+same_as_merged = {name: serving.compare_answers(said, model.stored).identical for name, said in answers.items() if model.stored}
 lesson.finish(same_model, tokens_per_second=benchmark.speeds(), side_by_side=same_as_merged, lm_eval=metrics)

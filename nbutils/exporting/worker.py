@@ -36,7 +36,7 @@ class ReadJob:
 
     format: str
     folder: str
-    gguf: str  # the name of its GGUF file, if it has one
+    gguf: str | None  # the name of its GGUF file, if it has one
     bytes: int
     fixed: dict[str, Any]
     logs: str
@@ -141,7 +141,7 @@ def load_without_code(load: Any, *names: Any, **settings: Any) -> Any:
     return load(*names, **settings)
 
 
-def read(job: ReadJob) -> None:
+def read_predictions(job: ReadJob) -> None:
     """What the exported model predicts, loaded as its users load it; on a small CPU in float32."""
     import torch
     from safetensors.torch import save_file
@@ -151,8 +151,7 @@ def read(job: ReadJob) -> None:
     on_gpu = torch.cuda.is_available() and job.format != "int8"
     dtype = "auto" if on_gpu or job.bytes >= FLOAT32_BYTES else torch.float32
     device = "cuda:0" if on_gpu else "cpu"
-    gguf = {"gguf_file": job.gguf} if job.gguf else {}
-    model = load_model(job.folder, dtype=dtype, device_map=device, **gguf)
+    model = load_model(job.folder, dtype=dtype, device_map=device, gguf_file=job.gguf)
     predictions = parity.measure(model, parity.FixedSet(**job.fixed))
     save_file({"logs": predictions.logs.contiguous()}, job.logs)
 
@@ -163,7 +162,7 @@ if __name__ == "__main__":
     job_file, answer_file = map(Path, sys.argv[-2:])
     job = json.loads(job_file.read_text(encoding="utf-8"))
     if job["work"] == "read":
-        read(ReadJob(**job))
+        read_predictions(ReadJob(**job))
     else:
         EXPORTS[job["work"]](ExportJob(**job))
     answer_file.write_text("{}", encoding="utf-8")

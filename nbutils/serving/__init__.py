@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +18,14 @@ from nbutils.errors import CourseError
 from nbutils.evaluation import Answer, Message
 from nbutils.language import tr
 from nbutils.serving import server as server_module
-from nbutils.serving.engine import ServingEnvironment, ensure_environment, flags_for, free_gpu_memory, to_words
+from nbutils.serving.engine import (
+    ServingEnvironment,
+    ensure_environment,
+    flags_for,
+    flags_reason,
+    free_gpu_memory,
+    to_words,
+)
 from nbutils.serving.server import SERVERS, Server, preferred_port, public_address
 
 if TYPE_CHECKING:
@@ -30,9 +36,10 @@ __all__ = [
     "Server",
     "ServingEnvironment",
     "ask",
-    "compare",
+    "compare_answers",
     "ensure_environment",
     "flags_for",
+    "flags_reason",
     "free_gpu_memory",
     "preferred_port",
     "public_address",
@@ -61,16 +68,31 @@ def ask(
 
     Example: ask(server.client(), "course", [[{"role": "user", "content": "Hello"}]], max_tokens=64)
     """
-    options: dict[str, Any] = {"model": model_name, "max_tokens": max_tokens, "temperature": 0.0}
-    if token_ids:
-        options["extra_body"] = {"return_token_ids": True}
-    requests = []
-    for index, conversation in enumerate(conversations):
-        request = options | {"messages": to_openai(conversation)}
+
+    def send(index: int) -> Answer:
+        extra: dict[str, Any] = {}
+        if token_ids:
+            extra["return_token_ids"] = True
         if tools and tools[index]:
-            request |= {"tools": tools[index], "tool_choice": "none"}  # calls come back as text
-        requests.append(request)
-    return list(send_concurrently(partial(send, client), requests, str(client.base_url), at_once))
+            extra["tools"] = tools[index]
+            extra["tool_choice"] = "none"  # calls come back as text
+        messages: Any = to_openai(conversations[index])
+        response: Any = client.chat.completions.create(
+            model=model_name,
+            messages=messages,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            extra_body=extra,
+        )
+        choice = response.choices[0]
+        return Answer(
+            prompt_ids=getattr(response, "prompt_token_ids", None) or [],
+            token_ids=getattr(choice, "token_ids", None) or [],
+            text=choice.message.content or "",
+            stopped=choice.finish_reason == "stop",
+        )
+
+    return list(send_concurrently(send, range(len(conversations)), str(client.base_url), at_once))
 
 
 def to_openai(conversation: list[Message]) -> list[Message]:
@@ -84,18 +106,6 @@ def to_openai(conversation: list[Message]) -> list[Message]:
             calls.append({"id": f"call_{number}", "type": "function", **call, "function": function})
         messages.append(message | {"tool_calls": calls} if calls else message)
     return messages
-
-
-def send(client: OpenAI, request: dict[str, Any]) -> Answer:
-    """The answer to one chat request; the token ids are those that vLLM adds when it is asked for them."""
-    response: Any = client.chat.completions.create(**request)
-    choice = response.choices[0]
-    return Answer(
-        prompt_ids=getattr(response, "prompt_token_ids", None) or [],
-        token_ids=getattr(choice, "token_ids", None) or [],
-        text=choice.message.content or "",
-        stopped=choice.finish_reason == "stop",
-    )
 
 
 def send_concurrently(
@@ -121,87 +131,56 @@ def send_concurrently(
 
 @dataclass(frozen=True)
 class AnswerParity:
-    """How many answers, and prompts where the server returns them, are the same in two places."""
+    """How many answers are the same in two places, how many prompts, and the first difference in words.
+
+    Without the token ids of a server, texts are compared, and no prompts.
+    """
 
     identical: int
     total: int
     same_prompts: int
     by_token: bool
-    differences: list[str]
+    difference: str
 
     def __str__(self) -> str:
+        line = tr("{parity.identical} of {parity.total} answers are the same.", parity=self)
         if self.by_token:
-            line = tr(
-                "{identical} of {total} answers and {same_prompts} of {total} prompts are the same, compared token by"
-                " token.",
-                identical=self.identical,
-                total=self.total,
-                same_prompts=self.same_prompts,
-            )
-        else:
-            line = tr(
-                "{identical} of {total} answers are the same, compared as text.",
-                identical=self.identical,
-                total=self.total,
-            )
-        return "\n".join([line, *self.differences[:1]])
+            line += tr(" So are {parity.same_prompts} of {parity.total} prompts.", parity=self)
+        return f"{line}\n{self.difference}".strip()
 
     def require(self, dtype: str) -> None:
         """Stop unless prompts and answers agree; in 16 bits only prompts must, as rounding may change an answer."""
         prompts_differ = self.by_token and self.same_prompts < self.total
-        if self.differences and (dtype == "float32" or prompts_differ):
+        if self.difference and (dtype == "float32" or prompts_differ):
             raise CourseError(
                 str(self),
                 todo=tr("Serve the folder lesson 04 wrote, with its own chat template and generation config."),
             )
 
 
-def compare(served: Sequence[Answer], stored: Sequence[Answer]) -> AnswerParity:
+def compare_answers(served: Sequence[Answer], stored: Sequence[Answer]) -> AnswerParity:
     """Compare answer by answer: by tokens where the server returned them, else by text.
 
-    Example: print(compare(serving.ask(...), stored))
+    Example: print(compare_answers(serving.ask(...), stored))
     """
     by_token = all(answer.prompt_ids for answer in served)
     same_prompts = 0
     same_answers = 0
-    differences = []
+    difference = ""
     for index, (ours, theirs) in enumerate(zip(served, stored, strict=True)):
         same_answer = ours.token_ids == theirs.token_ids if by_token else ours.text == theirs.text
+        same_prompt = by_token and ours.prompt_ids == theirs.prompt_ids
         same_answers += same_answer
-        if by_token and ours.prompt_ids != theirs.prompt_ids:
-            differences.append(tr("Prompt {index} differs: the server uses another chat template.", index=index))
-            continue
-        same_prompts += by_token
-        if not same_answer:
-            differences.append(
-                tr(
-                    "Answer {index} differs: {served!r} from the server, {stored!r} in lesson 04.",
-                    index=index,
-                    served=ours.text,
-                    stored=theirs.text,
-                )
+        same_prompts += same_prompt
+        differs = not same_answer or (by_token and not same_prompt)
+        if differs and not difference:
+            difference = tr(
+                "Row {index} differs: {served!r} from the server, {stored!r} in lesson 04.",
+                index=index,
+                served=ours.text,
+                stored=theirs.text,
             )
-    return AnswerParity(same_answers, len(stored), same_prompts, by_token, differences)
-
-
-@dataclass(frozen=True)
-class Leader:
-    """The process that leads a server: the kernel that started it, its port, and the folder it works in."""
-
-    kernel: int
-    port: str
-    folder: Path
-
-
-def find_leader(process: psutil.Process) -> Leader | None:
-    """What a process says of the server it leads; None if it leads none."""
-    try:
-        words = process.cmdline()
-        kernel = words[words.index(str(processes.SUPERVISOR)) + 1]
-        port = words[words.index("--port") + 1]
-        return Leader(int(kernel), port, Path(process.cwd()))
-    except (psutil.Error, ValueError, IndexError):
-        return None
+    return AnswerParity(same_answers, len(stored), same_prompts, by_token, difference)
 
 
 def stop_leftover_servers(run: Path, stop_others: bool = False) -> None:
@@ -209,27 +188,28 @@ def stop_leftover_servers(run: Path, stop_others: bool = False) -> None:
 
     Example: stop_leftover_servers(Path("runs/tiny"))
     """
-    for process in psutil.process_iter():
-        leader = find_leader(process)
-        if leader is None or not leader.folder.is_relative_to(run.absolute()):
+    supervisor = str(processes.SUPERVISOR)
+    for process in psutil.process_iter(["cmdline", "cwd"]):
+        words = process.info["cmdline"] or []
+        folder = process.info["cwd"] or ""
+        if supervisor not in words or "--port" not in words or not Path(folder).is_relative_to(run.absolute()):
             continue
-        pid = process.pid
-        is_others = leader.kernel != os.getpid() and psutil.pid_exists(leader.kernel)
-        if is_others and not stop_others:
+        kernel = int(words[words.index(supervisor) + 1])
+        port = words[words.index("--port") + 1]
+        if kernel != os.getpid() and psutil.pid_exists(kernel) and not stop_others:
             raise CourseError(
                 tr(
                     "A server is still up on port {port} (process {pid}), started by another kernel (process {owner}).",
-                    pid=pid,
-                    owner=leader.kernel,
-                    port=leader.port,
+                    port=port,
+                    pid=process.pid,
+                    owner=kernel,
                 ),
                 todo=tr(
                     "Use that one (http://127.0.0.1:{port}/v1), close its notebook, or set STOP_OTHERS to True.",
-                    port=leader.port,
+                    port=port,
                 ),
             )
-        print(tr("A server is still up on port {port} (process {pid}): it is stopped now.", port=leader.port, pid=pid))
-        for server in SERVERS.values():
-            if server.process and server.process.pid == pid:
-                server.stop()
-        processes.end(pid, server_module.GRACE_SECONDS)
+        print(tr("A server is still up on port {port} (process {pid}): it is stopped now.", port=port, pid=process.pid))
+        if own_server := SERVERS.get(f"http://127.0.0.1:{port}/v1"):
+            own_server.stop()
+        processes.end(process.pid, server_module.GRACE_SECONDS)

@@ -16,7 +16,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 from packaging.specifiers import SpecifierSet
 
@@ -24,16 +23,13 @@ from nbutils import environments, files, hardware, merging, platforms
 from nbutils.errors import CourseError
 from nbutils.language import joined, tr
 
-PREFIX = "NBUTILS_SERVE"  # NBUTILS_SERVE_PYTHON, NBUTILS_SERVE_PYTHONPATH, NBUTILS_SERVE_ENV
-PROBE = """
-import json, torch, transformers, vllm
+PREFIX = "NBUTILS_SERVE"  # NBUTILS_SERVE_PYTHON, NBUTILS_SERVE_ENV
+PROBE = """import json, torch, transformers, vllm
 print(json.dumps({"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}))
 """
 TABLE: dict[str, Any] = yaml.safe_load((files.CONFIGS / "serving.yaml").read_text(encoding="utf-8"))
-ENGINES = ("vllm", "vllm-cpu", "transformers")
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
-PLAIN_LORA = {"peft_type": "LORA", "bias": "none"}
 NOT_SERVED = ("use_dora", "modules_to_save", "trainable_token_indices", "rank_pattern", "alpha_pattern", "lora_bias")
 
 
@@ -47,73 +43,42 @@ class ServingEnvironment:
 
 
 @dataclass(frozen=True)
-class Build:
+class EngineBuild:
     """A build of an engine, as configs/serving.yaml has it."""
 
     engine: str
-    version: str
-    torch: str
-    cuda: str
     driver_from: int
     python: str
     steps: list[list[str]]
     needs_gib: float
-    reason: str
     remove: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def needs(self) -> str:
-        """What it needs of a machine."""
-        return tr(
-            "{version}: driver from {driver_from}, Python {python}",
-            version=self.version,
-            driver_from=self.driver_from,
-            python=self.python,
-        )
 
-    @property
-    def environment(self) -> environments.EnvironmentSpec:
-        """How its environment is made."""
-        steps = tuple(tuple(step) for step in self.steps)
-        return environments.EnvironmentSpec(self.engine, steps, tuple(self.remove), PROBE, self.needs_gib, PREFIX)
-
-
-def build_for(engine: str) -> Build:
+def build_for(engine: str) -> EngineBuild:
     """The first build of an engine that fits this machine's driver and Python; without a driver, the newest."""
-    builds = [Build(**row) for row in TABLE["builds"] if row["engine"] == engine]
-    if os.environ.get(f"{PREFIX}_PYTHON"):  # an interpreter of the learner's has what it has
+    builds = [EngineBuild(**row) for row in TABLE["builds"] if row["engine"] == engine]
+    if builds and os.environ.get(f"{PREFIX}_PYTHON"):  # an interpreter of the learner's has what it has
         return builds[0]
-    reported = re.match(r"\d+", hardware.ask_driver("--query-gpu=driver_version", "--format=csv,noheader"))
-    driver = int(reported[0]) if reported else None
+    driver = hardware.ask_driver("--query-gpu=driver_version", "--format=csv,noheader")
+    number = re.match(r"\d+", driver)
     python = platform.python_version()
     for build in builds:
-        has_driver = driver is None or driver >= build.driver_from
+        has_driver = number is None or int(number[0]) >= build.driver_from
         if has_driver and python in SpecifierSet(build.python):
             return build
-    needs = [build.needs for build in builds]
     raise CourseError(
         tr(
-            "No build of {engine} fits driver {driver} and Python {python}.",
+            "No build of {engine} fits driver {driver!r} and Python {python}.",
             engine=engine,
-            driver=driver or tr("none"),
+            driver=driver,
             python=python,
         ),
-        allowed=joined(needs, ";"),
+        allowed=tr("the engines vllm, vllm-cpu and transformers; their builds are in configs/serving.yaml"),
         todo=tr(
             "Take an image with a newer driver or Python, set ENGINE to transformers, or set NBUTILS_SERVE_PYTHON."
         ),
     )
-
-
-def require_engine(engine: str) -> None:
-    """Refuse an unknown engine."""
-    if engine not in ENGINES:
-        raise CourseError(
-            tr("The engine is {engine!r}.", engine=engine),
-            allowed=", ".join(ENGINES),
-            todo=tr("Choose one of them, or leave ENGINE at auto."),
-        )
 
 
 def ensure_environment(engine: str = "auto") -> ServingEnvironment:
@@ -121,12 +86,12 @@ def ensure_environment(engine: str = "auto") -> ServingEnvironment:
 
     Example: ensure_environment().engine
     """
+    gpu = hardware.gpu()
     if engine == "auto":
-        choice = hardware.engine(hardware.gpu())
+        choice = hardware.engine(gpu)
         engine = str(choice.value)
         print(tr("engine    {engine} ({reason})", engine=engine, reason=choice.reason), flush=True)
-    require_engine(engine)
-    variables = NO_TELEMETRY | row_for(hardware.gpu()).get("variables", {})
+    variables = NO_TELEMETRY | row_for(gpu).get("variables", {})
     if engine == "transformers":
         return ServingEnvironment(Path(sys.executable), engine, variables)
     build = build_for(engine)
@@ -134,39 +99,42 @@ def ensure_environment(engine: str = "auto") -> ServingEnvironment:
     if engine == "vllm-cpu":  # one core is left to the process that takes requests
         threads = max(1, round(platforms.processors().value) - 1)
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
-    folder = environments.place(PREFIX, "serve")
-    if not environments.is_ready(folder, build.environment):
-        print(joined([f"{engine} {build.version}", tr(build.reason)], ":"), flush=True)
-    return ServingEnvironment(environments.ensure(build.environment, folder), engine, variables)
+    spec = environments.EnvironmentSpec(engine, build.steps, build.remove, PROBE, build.needs_gib, PREFIX)
+    python = environments.ensure(spec, environments.place(PREFIX, "serve"))
+    return ServingEnvironment(python, engine, variables)
 
 
 def row_for(gpu: hardware.GPU | None) -> dict[str, Any]:
     """The row of a GPU's generation; that of the CPU, the last one, for None."""
-    rows = TABLE["gpus"]
-    if gpu:
-        rows = [row for row in rows[:-1] if gpu.capability >= tuple(row["capability_from"])]
-        return dict(rows[0])
-    return dict(rows[-1])
+    *generations, cpu = TABLE["gpus"]
+    if gpu is None:
+        return dict(cpu)
+    fitting = [row for row in generations if gpu.capability >= tuple(row["capability_from"])]
+    return dict(fitting[0])
 
 
-def flags_for(gpu: hardware.GPU | None, folder: Path) -> dict[str, hardware.Choice]:
-    """The flags this machine needs beyond what the lesson chooses, each with its reason.
+def flags_for(gpu: hardware.GPU | None, folder: Path) -> dict[str, Any]:
+    """The flags this machine needs beyond what the lesson chooses.
 
-    Example: flags_for(lesson.gpu, Path("runs/tiny/merged"))["dtype"].reason
+    Example: flags_for(lesson.gpu, Path("runs/tiny/merged"))["dtype"]
     """
     row = row_for(gpu)
-    reason = joined([tr(row["name"]), tr(row["reason"])], ":")
-    flags = {}
-    for name, value in row["flags"].items():
-        flags[name] = hardware.Choice(value, reason)
-    if gpu is None or row["engine"] != "vllm":
-        return flags
-    if gpu.count > 1:
+    flags = dict(row["flags"])
+    if gpu and gpu.count > 1 and row["engine"] == "vllm":
         flags["tensor-parallel-size"] = tensor_parallel(folder, gpu.count)
     return flags
 
 
-def tensor_parallel(folder: Path, gpus: int) -> hardware.Choice:
+def flags_reason(gpu: hardware.GPU | None) -> str:
+    """Why this machine needs its flags.
+
+    Example: print(flags_reason(lesson.gpu))
+    """
+    row = row_for(gpu)
+    return joined([tr(row["name"]), tr(row["reason"])], ":")
+
+
+def tensor_parallel(folder: Path, gpus: int) -> int:
     """Over how many GPUs a model can be split: its attention heads must divide evenly."""
     config = files.read_json(folder / "config.json")
     config = config.get("text_config") or config
@@ -175,14 +143,7 @@ def tensor_parallel(folder: Path, gpus: int) -> hardware.Choice:
     size = gpus
     while heads % size or (kv_heads % size and size % kv_heads):
         size -= 1
-    reason = tr(
-        "{gpus} visible GPUs; {heads} heads ({kv_heads} for keys and values) divide evenly by {size}",
-        gpus=gpus,
-        heads=heads,
-        kv_heads=kv_heads,
-        size=size,
-    )
-    return hardware.Choice(size, reason)
+    return size
 
 
 def normalize(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,20 +152,19 @@ def normalize(flags: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in flags.items():
         if value is not None:
             name = name.lstrip("-").replace("_", "-")
-            require_free(name)
+            refuse_reserved(name)
             normalized[name] = value
     return normalized
 
 
-def require_free(flag: str) -> None:
+def refuse_reserved(flag: str) -> None:
     """Refuse a flag that Server decides itself."""
     name = re.split(r"[=.]", flag)[0]
     for reserved, instead in TABLE["reserved_flags"].items():
         if reserved.startswith(name) or fnmatch(name, reserved):  # argparse reads --hos as --host
             raise CourseError(
                 tr("The flags contain {name}, which Server sets itself.", name=name),
-                allowed=tr("in its place, {instead}", instead=tr(instead)),
-                todo=tr("Remove {name} from the flags.", name=name),
+                todo=tr("Remove it. In its place: {instead}", instead=tr(instead)),
             )
 
 
@@ -245,85 +205,24 @@ def lora_flags(adapters: Mapping[str, Path], engine: str) -> dict[str, Any]:
 
 
 def adapter_rank(folder: Path) -> int:
-    """The rank of a LoRA adapter that vLLM can serve; any other is refused."""
+    """The rank of a LoRA adapter that vLLM serves as it was trained; any other is refused."""
     config = files.read_json(folder / "adapter_config.json")
     problems = [name for name in NOT_SERVED if config.get(name)]
-    for name, value in PLAIN_LORA.items():
-        if config.get(name, value) != value:
-            problems.append(name)
     if merging.init_changes_base(config):
         problems.append("init_lora_weights")
-    if config.get("r", 0) > LORA_RANKS[-1]:
-        problems.append("r")
     if problems:
-        reason = ", ".join(f"{name}={config.get(name)}" for name in problems)
         raise CourseError(
-            tr("vLLM cannot serve {folder} unmerged: {reason}.", folder=folder, reason=reason),
-            allowed=tr("a LoRA adapter of linear layers, without DoRA"),
+            tr("vLLM cannot serve {folder} unmerged: {reason}.", folder=folder, reason=", ".join(problems)),
             todo=tr("Merge it (lesson 04) and serve the merged folder."),
         )
     return int(config["r"])
 
 
-@dataclass(frozen=True, repr=False)
-class GpuMemory:
-    """Memory of the first visible GPU, and the driver's list of processes that hold some (`pid`, `usedGpuMemory`)."""
-
-    free_gib: float
-    total_gib: float
-    holders: list[Any]
-
-    def __repr__(self) -> str:
-        free = tr(
-            "{free_gib:.1f} of {total_gib:.1f} GiB of GPU memory are free",
-            free_gib=self.free_gib,
-            total_gib=self.total_gib,
-        )
-        return joined([free, *map(describe_holder, self.holders)], ";")
-
-
-def describe_holder(holder: Any) -> str:
-    """A process that holds GPU memory, in words."""
-    held = f"{holder.usedGpuMemory / files.GIB:.1f} GiB" if holder.usedGpuMemory else tr("an unknown part")
-    if holder.pid == os.getpid():
-        name = tr("this kernel")
-    elif psutil.pid_exists(holder.pid):
-        name = psutil.Process(holder.pid).name()
-    else:
-        name = tr("a process outside this container")
-    return tr("{name} (process {pid}) holds {held}", name=name, pid=holder.pid, held=held)
-
-
-def free_gpu_memory() -> GpuMemory | None:
-    """Free the GPU memory this kernel no longer uses; what is free now and who holds the rest, None without a GPU.
+def free_gpu_memory() -> str:
+    """Free the GPU memory this kernel no longer uses; what nvidia-smi says then, with the processes that hold the rest.
 
     Example: print(free_gpu_memory())
     """
     if "torch" in sys.modules:
         hardware.free_memory()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(int(visible) if visible.isdigit() else 0)
-        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        holders = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except Exception:  # no pynvml, no driver, no GPU, no permission: nothing is known then
-        return None
-    return GpuMemory(memory.free / files.GIB, memory.total / files.GIB, holders)
-
-
-def require_gpu_memory(share: float) -> None:
-    """Stop before vLLM does when less than this share of the GPU memory is free, and name who holds it."""
-    memory = free_gpu_memory()
-    if memory and memory.free_gib < share * memory.total_gib:
-        possible = max(0.0, (memory.free_gib - 1.0) / memory.total_gib)  # 1 GiB: CUDA's own
-        raise CourseError(
-            tr("The server needs {share:.0%} of the GPU memory, and {memory}.", share=share, memory=memory),
-            todo=tr(
-                "Run `del model, trainer` and then serving.free_gpu_memory() here, stop the process it "
-                "names, or lower gpu-memory-utilization to {possible:.2f}.",
-                possible=possible,
-            ),
-        )
+    return hardware.ask_driver()

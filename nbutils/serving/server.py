@@ -9,7 +9,6 @@ import atexit
 import os
 import re
 import secrets
-import shlex
 import socket
 import subprocess
 import sys
@@ -62,7 +61,7 @@ def preferred_port(platform: platforms.Platform, engine: str = "vllm") -> int:
         return 0
     for port in PUBLIC.get(platform.name, ()):
         with suppress(CourseError):
-            return checked_port(port)
+            return free_port(port)
     return 0
 
 
@@ -71,20 +70,16 @@ def public_address(platform: platforms.Platform, port: int) -> str:
 
     Example: print(public_address(lesson.platform, server.port))
     """
-    public = PUBLIC.get(platform.name, ())
-    if port in public:
-        address = os.environ.get(f"AutoDLService{port}URL", "").strip().rstrip("/")
-        where = tr("the address that {name}'s page shows for port {port}", name=platform.name, port=port)
-        if address:
-            where = f"{address}/v1"
-        return tr("Public at {where}: everyone who has the API key (server.api_key) can use the model.", where=where)
-    sentence = tr("Port {port} is for programs on this machine.", port=port)
-    if public:
-        sentence += tr(" Public ports: {ports}.", ports=", ".join(map(str, public)))
-    return sentence
+    if port not in PUBLIC.get(platform.name, ()):
+        return tr("Port {port} is for programs on this machine.", port=port)
+    address = os.environ.get(f"AutoDLService{port}URL", "").rstrip("/")
+    return tr(
+        "Public at {address}/v1: everyone who has the API key (server.api_key) can use the model.",
+        address=address or tr("<the address that {name}'s page shows for port {port}>", name=platform.name, port=port),
+    )
 
 
-def checked_port(port: int) -> int:
+def free_port(port: int) -> int:
     """The port if it is free on this machine; for 0 any free one."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -102,9 +97,9 @@ def checked_port(port: int) -> int:
 def reach_directly(host: str) -> None:
     """Keep clients of this process away from a proxy when they talk to this machine."""
     for name in ("NO_PROXY", "no_proxy"):
-        hosts = [part for part in os.environ.get(name, "").split(",") if part]
-        hosts += ["127.0.0.1", "localhost", host]
-        os.environ[name] = ",".join(dict.fromkeys(hosts))
+        hosts = os.environ.get(name, "")
+        if host not in hosts.split(","):
+            os.environ[name] = f"{hosts},{host}"
 
 
 def health(root: str) -> int:
@@ -119,26 +114,26 @@ def health(root: str) -> int:
 class Server:
     """An OpenAI-compatible server for one model and its LoRA adapters; `with Server(...) as server:` runs it.
 
-    Example: Server(Path("runs/tiny/merged"), "vllm", flags={"max-model-len": 1024}).start().wait()
+    Example: Server(Path("runs/tiny/merged"), ensure_environment(), flags={"max-model-len": 1024}).start().wait()
     """
 
     def __init__(
         self,
         model: Path | str,
-        engine: engines.ServingEnvironment | str,
+        environment: engines.ServingEnvironment,
         *,
         flags: Mapping[str, Any] | None = None,
         port: int = 0,
         log: Path | None = None,
         adapters: Mapping[str, Path] | None = None,
     ) -> None:
-        self.environment = engines.ensure_environment(engine) if isinstance(engine, str) else engine
+        self.environment = environment
         self.model = str(Path(model).absolute() if Path(model).is_dir() else model)
         adapters = adapters or {}
-        self.flags = engines.normalize(flags or {}) | engines.lora_flags(adapters, self.environment.engine)
-        self.port = checked_port(port)
+        self.flags = engines.normalize(flags or {}) | engines.lora_flags(adapters, environment.engine)
+        self.port = free_port(port)
         self.api_key: str | None = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
-        if self.environment.engine == "transformers":
+        if environment.engine == "transformers":
             self._without_key()
         self.model_name = str(self.flags.get("served-model-name") or self.model)
         self.names = [self.model_name, *adapters]
@@ -179,42 +174,21 @@ class Server:
         program = [python, "-m", "vllm.entrypoints.openai.api_server"]
         return [*program, "--model", self.model, *words, "--middleware", "course_guard.Guard"]
 
-    def variables(self) -> dict[str, str]:
-        """The environment variables the server gets beyond those of this machine, the key apart."""
-        variables = dict(self.environment.env_vars)
-        if Path(self.model).is_dir():
-            variables["HF_HUB_OFFLINE"] = "1"
-        if self.api_key:
-            variables["PYTHONPATH"] = str(INSIDE)  # where the guard is that checks it
-        return variables
-
-    def shell_line(self) -> str:
-        """The same start for a terminal, a flag in each line; the key is a variable of your own there."""
-        words = []
-        if self.api_key:
-            words.append(f'{KEY_VARIABLE}="${KEY_VARIABLE}"')
-        for name, value in self.variables().items():
-            words.append(f"{name}={shlex.quote(value)}")
-        command = shlex.join(self.command())
-        flags_in_lines = re.sub(r" ('?--)", r" \\\n    \1", command)
-        words.append(f"\\\n{flags_in_lines}")
-        return " ".join(words)
-
     def start(self) -> Server:
-        """Check port and GPU, start the process in a group of its own and return at once."""
+        """Free the GPU, start the process in a group of its own and return at once."""
         if self.running:
             return self
-        checked_port(self.port)
-        if self.environment.engine == "vllm":
-            engines.require_gpu_memory(float(self.flags.get("gpu-memory-utilization") or 0.9))
+        engines.free_gpu_memory()
         reach_directly("127.0.0.1")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.sockets = tempfile.TemporaryDirectory(prefix="vllm-")  # vLLM leaves its sockets behind when it is stopped
-        extra = self.variables() | {"VLLM_RPC_BASE_PATH": self.sockets.name}
+        extra = self.environment.env_vars | {"VLLM_RPC_BASE_PATH": self.sockets.name}
+        if Path(self.model).is_dir():
+            extra["HF_HUB_OFFLINE"] = "1"
         if self.api_key:
             extra[KEY_VARIABLE] = self.api_key
-        prefix = "" if self.environment.engine == "transformers" else engines.PREFIX  # that one is this Python
-        variables = environments.variables(prefix, extra)  # no secrets, nothing of this kernel
+            extra["PYTHONPATH"] = str(INSIDE)  # where the guard is that checks it
+        variables = environments.variables(extra)  # no secrets, nothing of this kernel
         with open(self.log, "wb") as output:
             self.process = processes.supervised(self.command(), variables, self.log.parent, output, GRACE_SECONDS)
         SERVERS[self.url] = self
@@ -225,21 +199,20 @@ class Server:
 
     def wait(self, timeout: float = 600.0) -> float:
         """Wait until the server answers, and print what it is doing; the seconds it took."""
-        assert self.process, "call start() first"
         started = time.monotonic()
         phase = ""
         while not self.answers():
             seconds = time.monotonic() - started
-            log = read_log(self.log)
             if not self.running:
                 self.require()
+            log = read_log(self.log)
             if seconds > timeout:
                 self.stop()
                 raise CourseError(
                     tr(
-                        "The server did not answer within {seconds:.0f} s. Last lines:\n{tail}",
+                        "The server did not answer within {seconds:.0f} s. Its log:\n{log}",
                         seconds=timeout,
-                        tail=log.tail(12),
+                        log=log.problem,
                     ),
                     todo=tr("Pass a longer timeout to wait(), or read {log}.", log=self.log),
                 )
@@ -275,19 +248,19 @@ class Server:
         if status is None and health(self.root) != 503:  # 503: vLLM's engine is dead
             return
         self.stop()
-        log = read_log(self.log)
-        environments.require_imports(self.environment.python, log.errors)
+        problem = read_log(self.log).problem
+        environments.require_imports(self.environment.python, problem)
         raise CourseError(
             tr(
-                "The server at {url} is gone (exit status {status}):\n{errors}",
+                "The server at {url} is gone (exit status {status}):\n{problem}",
                 url=self.url,
                 status=status,
-                errors=log.errors or log.tail(12) or tr("its log is empty"),
+                problem=problem,
             ),
             todo=tr(
                 "Correct what it names, and run the cell that starts the server again. If memory is short (exit status "
-                "137 is one sign), free the GPU (serving.free_gpu_memory() shows who holds it) or lower max-num-seqs, "
-                "max-model-len or gpu-memory-utilization. The log is {log}.",
+                "137 is one sign), free the GPU (print(serving.free_gpu_memory()) shows who holds it) or lower "
+                "max-num-seqs, max-model-len or gpu-memory-utilization. The log is {log}.",
                 log=self.log,
             ),
         )
@@ -314,19 +287,14 @@ class Server:
 
 @dataclass(frozen=True)
 class Log:
-    """The log of a server: its lines, the last different ones that name an error, and what it is doing."""
+    """What a server is doing by its log, and its last different errors; its last lines if it names none."""
 
-    lines: list[str]
-    errors: str
     phase: str
-
-    def tail(self, count: int) -> str:
-        """The last lines."""
-        return "\n".join(self.lines[-count:])
+    problem: str
 
 
 def read_log(file: Path) -> Log:
-    """A log without process and date, and without what pydantic says of its input."""
+    """Read a log without process and date, and without what pydantic says of its input."""
     lines = []
     errors = []
     phase = IMPORTING
@@ -338,4 +306,5 @@ def read_log(file: Path) -> Log:
         for logged, meaning in PHASES.items():
             if logged in line:
                 phase = meaning
-    return Log(lines, "\n".join(list(dict.fromkeys(errors))[-3:]), phase)
+    different = list(dict.fromkeys(errors))
+    return Log(phase, "\n".join(different[-3:] or lines[-12:]))

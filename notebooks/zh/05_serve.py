@@ -87,7 +87,7 @@ print(f"{environment.engine}，用的 Python 是 {environment.python}")
 # - `max_num_seqs`：一起计算的请求数，多出来的排队；
 # - `gpu_memory_utilization`：服务占用显存的比例。
 #
-# 别的启动参数也可以加在这里，例如在第 01 课或第 03 课设 `SET = "vllm.enable_prefix_caching=false"`。`model.flags` 是这台机器和这个模型需要的参数，例如第 04 课用的精度；最后几行说明理由。这条命令可以复制到任何装了 vLLM 的机器上用。
+# 别的启动参数也可以加在这里，例如在第 01 课或第 03 课设 `SET = "vllm.enable_prefix_caching=false"`。`model.flags` 是这台机器和这个模型需要的参数，例如第 04 课用的精度；最后一行说明理由。这条命令可以复制到任何装了 vLLM 的机器上用。
 
 # %%
 import shlex
@@ -106,15 +106,14 @@ server = serving.Server(model.folder, environment, flags=flags, port=port, log=l
 program = environment.engine.removesuffix("-cpu")  # vllm 或 transformers
 command = [program, "serve", server.model, *serving.to_words(server.flags)]
 print(shlex.join(command))
-print(*{choice.reason for choice in serving.flags_for(lesson.gpu, model.folder).values()}, sep="\n")
+print(serving.flags_reason(lesson.gpu))
 
 # %% [markdown]
 # ## 启动
 #
-# 下面打印的是同一条命令在这里实际运行的样子：调用 vLLM 的 Python 模块，只监听本机，客户端都要带 API key。服务先导入各种库，再加载权重，给 KV cache 预留显存或内存，然后就能回答。你手动停止、单元格出错、这个 notebook 的内核（kernel）结束，服务都会停。
+# 运行这条命令时还加了两点：服务只监听本机，客户端都要带 API key。服务先导入各种库，再加载权重，给 KV cache 预留显存或内存，然后就能回答。你手动停止、单元格出错、这个 notebook 的内核（kernel）结束，服务都会停。
 
 # %%
-print(server.shell_line())
 startup_seconds = server.start().wait()
 print(serving.public_address(lesson.platform, server.port))
 

@@ -64,7 +64,7 @@ from nbutils import exporting, sharing
 lesson = nbutils.start("08_export", globals())
 formats = exporting.parse_formats(EXPORTS or "gguf-q8_0")
 if PUSH_TO not in ("", "file"):
-    sharing.parse(PUSH_TO)
+    sharing.parse_target(PUSH_TO)
 lesson.require("04_merge")
 folder = lesson.run.merged
 
@@ -135,7 +135,7 @@ print(*exports, sep="\n")
 
 # %%
 compared = exporting.check_exports(exports, lesson.run.path)
-display.show_table([one.row for one in compared], "大小和代价")
+display.show_table([line.row for line in compared], "大小和代价")
 
 # %% [markdown]
 # ## 分享
@@ -180,4 +180,4 @@ else:
 # - 每种格式的代价：预测偏了多少；
 # - 如果需要，上传到模型社区，或者打包成一个文件供下载。
 # %%
-lesson.finish(exports=[one.facts for one in compared], pushed=pushed)
+lesson.finish(exports=[line.facts for line in compared], pushed=pushed)

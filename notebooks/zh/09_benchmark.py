@@ -74,13 +74,13 @@ tasks = evaluation.parse_tasks(LM_EVAL_TASKS)
 # 每个引擎收到的提示词都一样：随机的词，这样前缀缓存帮不上任何引擎；回答的长度也固定。每测完一步，数字都写进运行目录的 `bench.json`。
 
 # %%
-settings = bench.Settings(
+settings = bench.Load(
     concurrency=(1, 8, 32, 128) if lesson.gpu else (1, 8),  # 同时请求数
     prompt_tokens=128 if lesson.gpu else 32,
     answer_tokens=128 if lesson.gpu else 16,
     rounds=4 if lesson.gpu else 2,  # 每一路请求问几次
 )
-benchmark = bench.Benchmark(lesson.run.path / "bench.json", settings, {"model": lesson.model_name}, lesson.gpu)
+benchmark = bench.Benchmark(lesson.run.path / "bench.json", settings, {"model": lesson.model_name})
 
 # %% [markdown]
 # ## GPU 的上限
@@ -137,7 +137,7 @@ for users in settings.concurrency if environment.engine != "transformers" else (
     level = {"max-concurrency": users, "num-prompts": settings.requests_at(users), "num-warmups": users}
     if users == 1:
         print(shlex.join(["vllm", "bench", "serve", *serving.to_words(load | level)]))
-    benchmark.add_result("vllm", bench.bench_serve(environment, load | level, server.api_key))
+    benchmark.add(bench.bench_serve(environment, load | level, server.api_key))
 if environment.engine == "transformers":
     benchmark.measure(server, "transformers serve")
 
@@ -222,5 +222,5 @@ print(f"[{' OK ' if right else '待做'}] 你的答案是 {my_answer or '还没�
 # - 服务的预测和合并后的模型、适配器、基座模型各差多远；
 # - 基座模型和适配器的分数，由同一个服务用两个名字提供。
 # %%
-same_as_merged = {name: serving.compare(said, model.stored).identical for name, said in answers.items() if model.stored}
+same_as_merged = {name: serving.compare_answers(said, model.stored).identical for name, said in answers.items() if model.stored}
 lesson.finish(same_model, tokens_per_second=benchmark.speeds(), side_by_side=same_as_merged, lm_eval=metrics)
