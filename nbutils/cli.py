@@ -126,12 +126,12 @@ def fetch_files(model: str, data: str, profile: str) -> None:
 
 @app.command("notice")
 def send_test_notice() -> None:
-    """Send a test notice to where NBUTILS_NOTICE_URL or AUTODL_TOKEN leads. Exit status 1 if none was taken."""
+    """Send a test notice to where NBUTILS_NOTICE_URL or AUTODL_TOKEN leads. Exit status 1 if none was sent."""
     from nbutils import notices, platforms
 
     platforms.prepare_network(platforms.detect(), probe=False)
     service = notices.send(tr("nbutils: a test notice"), tr("Notices of this course arrive here."), "test", "test")
-    print(tr("Notice sent to {service}.", service=service))
+    print(tr("Notice sent to {service}. See whether it has arrived there.", service=service))
 
 
 @app.command("install")
@@ -185,12 +185,9 @@ def of_a_run() -> None:
 
 def _list_checkpoints(run: str, thorough: bool) -> bool:
     """Print them; whether there are some, and all are sound."""
-    lines = checkpoints.listing(run, thorough)
-    rows = [line.row(thorough) for line in lines]
-    table = display.aligned(rows)
-    print(table or tr("no checkpoint yet"))
-    damaged = [line for line in lines if line.problem is not None]
-    return bool(lines) and not damaged
+    rows, whole = checkpoints.listing(run, thorough)
+    print(display.aligned(rows) or tr("no checkpoint yet"))
+    return whole
 
 
 @of_a_run.command("list")

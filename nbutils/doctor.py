@@ -139,8 +139,8 @@ def _values(platform: Platform, folders: Folders) -> Facts:
         "limits": {
             "hours": hours or None,
             "hours_left": round(_hours_left(platform), 2) if hours else None,
-            "processors": round(platforms.processors().value, 2),
-            "memory_gib": round(platforms.memory_gib().value, 2),
+            "processors": round(platforms.processors(), 2),
+            "memory_gib": round(platforms.memory_gib(), 2),
         },
     }
 
@@ -162,16 +162,10 @@ def check_machine(platform: Platform, folders: Folders) -> Iterator[Check]:
                 "make gcc python3-venv; 3. git clone ADDRESS, cd into it, make course"
             ),
         )
-    processors = platforms.processors()
-    count = round(processors.value, 2)
-    yield Check("processors", tr("{count:g} (read from {source})", count=count, source=processors.source))
+    yield Check("processors", f"{round(platforms.processors(), 2):g}")
     memory = platforms.memory_gib()
     todo = tr("prepare data here; to train, start a machine with a GPU and at least 8 GiB of memory")
-    yield Check(
-        "memory",
-        tr("{size:.1f} GiB (read from {source})", size=memory.value, source=memory.source),
-        todo if memory.value < 4 else "",
-    )
+    yield Check("memory", f"{memory:.1f} GiB", todo if memory < 4 else "")
 
 
 def check_time(platform: Platform, folders: Folders) -> Iterator[Check]:

@@ -13,13 +13,10 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from nbutils.errors import CourseError
 from nbutils.language import tr
-
-if TYPE_CHECKING:
-    from filelock import BaseFileLock
 
 DISTRIBUTION = "nbutils-finetune-course"  # on the package registry, `nbutils` is another project
 PACKAGE = Path(__file__).resolve().parent
@@ -113,11 +110,10 @@ def partial_of(target: Path) -> Path:
 
 
 @contextmanager
-def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -> Iterator[Path]:
+def complete_folder(target: Path, about: dict[str, Any]) -> Iterator[Path]:
     """A folder to write into that becomes `target` only when the block ends without an error.
 
     The stamp is written last: `about`, which says what the folder was made from, and the size of every file.
-    With `resume` the block finds what an interrupted one left, and must check what of it is complete.
     An existing target is replaced only if it was made this way and holds nothing else.
     """
     target = target.absolute()
@@ -131,9 +127,8 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
         _require_folder(replaced)
         if replaced.exists() and not target.exists():  # a process was killed between two renames
             os.replace(replaced, target)
-        if not resume:
-            for path in partial.iterdir():
-                remove(path)
+        for path in partial.iterdir():  # an interrupted block left it
+            remove(path)
         yield partial
         for path in partial.rglob("*"):
             if path.is_file():
@@ -199,21 +194,6 @@ def remove_left(folder: Path, pattern: str) -> None:
         with suppress(CourseError, OSError), held(left) as locked:
             if locked:
                 remove(left)
-
-
-def lock(path: Path, timeout: float = -1) -> BaseFileLock:
-    """A lock for `with` or `acquire`, free again when this process is gone.
-
-    On a disk without locks, such as some NFS, a file with the name of its holder stands for one.
-    """
-    from filelock import FileLock, SoftFileLock
-
-    with tempfile.NamedTemporaryFile(dir=path.parent) as probe, held(Path(probe.name)) as locked:
-        if locked:
-            return FileLock(path, timeout=timeout)
-    path = path.with_suffix(".held")
-    print(tr("[WARN] This disk has no locks: {file} stands for one. If its machine is lost, delete it.", file=path))
-    return SoftFileLock(path, timeout=timeout)
 
 
 def require_apart(target: Path, *sources: Path) -> None:

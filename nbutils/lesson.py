@@ -368,7 +368,7 @@ def find_machine(parameters: RunParameters, try_gpu: bool = True) -> Machine:
     for line in platforms.prepare_network(platform, probe=gpu is not None or not _is_bundled(parameters)):
         print(line)
     if platform.name == "colab":
-        print(tr("drive     {told}", told=platforms.mount_drive(platform)))
+        print(tr("drive     {told}", told=platforms.mount_drive()))
     folders = platforms.folders(platform)
     if not folders.lasting:
         print(

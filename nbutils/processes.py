@@ -139,8 +139,8 @@ def listens(group: int, port: int) -> bool:
 
     family = members(group)
     for connection in psutil.net_connections("tcp"):
-        at_port = connection.laddr[1:] == (port,)  # the local address: nothing, or host and port
-        if at_port and connection.status == psutil.CONN_LISTEN and connection.pid in family:
+        listening = connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,)
+        if listening and connection.pid in family:
             return True
     return False
 

@@ -153,7 +153,7 @@ def weights_equal():
 
 
 gib = 2 * 4 * base.num_parameters() / 2**30  # two models, 4 bytes a weight
-if gib < min(8, platforms.free_memory_gib().value):
+if gib < min(8, platforms.free_memory_gib()):
     same = weights_equal()
     print(f"{sum(same)} of {len(same)} weights have the bits of merge_and_unload")
 else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
@@ -85,11 +84,6 @@ def config_file(name: str) -> Path:
         command = ["accelerate", "launch", "--config_file", str(distributed.config_file("fsdp_qlora")), "03_qlora.py"]
     """
     require_known_strategy(name)
-    if name.startswith("zero") and not importlib.util.find_spec("deepspeed"):
-        raise CourseError(
-            tr("{engine} is DeepSpeed's, and DeepSpeed is not installed here.", engine=name),
-            todo=tr("Run `pip install deepspeed`, or take FSDP."),
-        )
     return CONFIGS / "accelerate" / f"{name}.yaml"
 
 

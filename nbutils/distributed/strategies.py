@@ -115,17 +115,18 @@ def _allow_cpu() -> None:
 
     stock = AcceleratorState.__init__
 
-    def init(self: Any, *args: Any, fsdp_plugin: Any = None, deepspeed_plugin: Any = None, **more: Any) -> None:
-        stock(self, *args, fsdp_plugin=fsdp_plugin, deepspeed_plugin=deepspeed_plugin, **more)
-        on_cpus = self.distributed_type == DistributedType.MULTI_CPU
-        if on_cpus and fsdp_plugin is not None:
-            self.fsdp_plugin = fsdp_plugin
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        stock(self, *args, **options)
+        if self.distributed_type != DistributedType.MULTI_CPU:
+            return
+        if plugin := options.get("fsdp_plugin"):
+            self.fsdp_plugin = plugin
             self.distributed_type = DistributedType.FSDP
-        elif on_cpus and deepspeed_plugin is not None:
-            self.deepspeed_plugins = deepspeed_plugin
+        elif plugin := options.get("deepspeed_plugin"):
+            self.deepspeed_plugins = plugin
             self.distributed_type = DistributedType.DEEPSPEED
-            deepspeed_plugin.set_mixed_precision(self._mixed_precision)
-            deepspeed_plugin.select(_from_accelerator_state=True)
+            plugin.set_mixed_precision(self._mixed_precision)
+            plugin.select(_from_accelerator_state=True)
         PartialState._shared_state["distributed_type"] = self.distributed_type
 
     AcceleratorState.__init__ = init

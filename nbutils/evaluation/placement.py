@@ -95,7 +95,7 @@ def fit(gib: float, gpu: hardware.GPU | None) -> Fit:
     import torch
 
     needed = gib * LOADED
-    ram = platforms.free_memory_gib().value
+    ram = platforms.free_memory_gib()
     spare = ram - SPARE_RAM_GIB
     shares: dict[int | str, str] = {"cpu": _mebibytes(spare / 2)}
     if gpu is None:

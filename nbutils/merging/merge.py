@@ -1,7 +1,6 @@
 """`merge_adapter`: an adapter merged into its base, streamed from disk to disk, shard by shard.
 
-Workers compute blocks of rows, the main thread writes them. A shard takes its name when it is on disk: an interrupted
-merge goes on from there.
+Workers compute blocks of rows, the main thread writes them. The folder takes its name once all is on disk.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +23,7 @@ from nbutils.language import tr
 from nbutils.merging import folder as model_folder
 from nbutils.merging.folder import (
     ALL,
+    CODES,
     FLOATS,
     MIN_ROWS,
     ModelFolder,
@@ -44,7 +43,7 @@ from nbutils.merging.weights import (
 from nbutils.record import RunFolder
 
 ONTO = ("full", "dequantized")
-JOURNAL = "journal.json"
+DTYPES = ("auto", *CODES)
 MAX_WORKERS = 8
 TOLERANCE = 1.01  # units in the last place in which a proof may differ: another CPU adds in another order
 SPARE = 1.02  # of the weights' size on disk
@@ -55,7 +54,7 @@ Plans = Mapping[str, WeightPlan]
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge did. `resumed_shards`: written by an interrupted merge; `reused`: the model was there already."""
+    """What a merge did. `reused`: the model was there already; `resumed_shards`: 0, a merge begins anew."""
 
     folder: Path
     base: str
@@ -72,19 +71,14 @@ class MergeReport:
     untied: bool = False
 
     def __str__(self) -> str:
-        size = f"{self.bytes / files.GIB:.2f} GiB, {self.dtype}"
         if self.reused:
-            return tr(
-                "merged: {folder} ({size}) is there already, made from this adapter: nothing to do",
-                folder=self.folder,
-                size=size,
-            )
+            return tr("merged: {folder} is there already, made from this adapter: nothing to do", folder=self.folder)
         return tr(
             "merged: {merged} weights changed, {copied} copied: {folder} ({size}; {seconds:.1f} s, {device})",
             merged=self.merged,
             copied=self.copied,
             folder=self.folder,
-            size=size,
+            size=f"{self.bytes / files.GIB:.2f} GiB, {self.dtype}",
             seconds=self.seconds,
             device=self.device,
         )
@@ -112,20 +106,27 @@ def merge_adapter(
 
     Example: `merging.merge_adapter("Qwen/Qwen3-0.6B", "runs/first/adapter", "runs/first/merged", dtype="bfloat16")`
     """
+    _require_choice("onto", onto, ONTO)
+    _require_choice("dtype", dtype, DTYPES)
     paths = [Path(adapter)] if isinstance(adapter, str | Path) else list(adapter)
     model, adapters = _open_all(base, paths)
     out = Path(out)
     files.require_apart(out, model.path, *paths)
     plans = plan_weights(model, adapters)
-    if onto not in ONTO:
-        raise ValueError(f"onto is {onto!r}; it may be full or dequantized")
     if onto == "dequantized":
         settings = FOUR_BIT | dict(quantization or {})
         for name in plans.keys() & quantized_weights(model.path):
             if not plans[name].replaced:
                 plans[name] = replace(plans[name], dequantized=settings)
     dtype = model.dtype if dtype == "auto" else dtype
-    about = _source_of(model, paths) | {"dtype": dtype, "onto": onto}
+    fingerprints = [_adapter_fingerprint(path) for path in paths]
+    about: dict[str, Any] = {  # the same on every machine
+        "base": model.name,
+        "base_mark": model_folder.weights_fingerprint(model),
+        "adapter": fingerprints[0] if len(fingerprints) == 1 else fingerprints,
+        "dtype": dtype,
+        "onto": onto,
+    }
     if quantization and onto == "dequantized":
         about["quantization"] = dict(quantization)
     tuned = sum(plan.is_tuned for plan in plans.values())
@@ -152,6 +153,14 @@ def merge_adapter(
     return _write_model(model, plans, report, about, paths[-1])
 
 
+def _require_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise CourseError(
+            tr("{name} is {value!r}.", name=name, value=value),
+            todo=tr("Choose one of: {allowed}.", allowed=", ".join(allowed)),
+        )
+
+
 def _open_all(base: str | Path, paths: Sequence[Path]) -> tuple[ModelFolder, list[ModelFolder]]:
     """The base and its adapters; an adapter of another base is refused by its name."""
     for path in paths:
@@ -172,16 +181,6 @@ def _bare_name(base: str | Path) -> str:
     """The name without owner and quantization."""
     name = Path(model_folder.model_name(base)).name
     return model_folder.QUANTIZED_SUFFIX.sub("", name).lower()
-
-
-def _source_of(model: ModelFolder, adapters: Sequence[Path]) -> dict[str, Any]:
-    """What a merged model is made from; the same on every machine."""
-    fingerprints = [_adapter_fingerprint(path) for path in adapters]
-    return {
-        "base": model.name,
-        "base_mark": model_folder.weights_fingerprint(model),
-        "adapter": fingerprints[0] if len(fingerprints) == 1 else fingerprints,
-    }
 
 
 def _adapter_fingerprint(adapter: Path) -> Any:
@@ -245,36 +244,30 @@ def _size_bytes(plans: Plans, dtype: str) -> int:
 def _write_model(
     model: ModelFolder, plans: Plans, report: MergeReport, about: dict[str, Any], adapter: Path
 ) -> MergeReport:
-    """Write the shards that an interrupted merge of the same source has not finished, and the files beside them."""
+    """Write the shards, and the files beside them."""
     from tqdm.auto import tqdm
 
     out = report.folder
     started = time.perf_counter()
     files.make_folder(out.parent, tr("the merged model"))
-    needed = report.bytes * SPARE / files.GIB - disk.folder_gib(files.partial_of(out))  # of an interrupted merge
-    disk.require_disk(out.parent, max(0.0, needed) + 0.05, tr("writing the merged model"))
     bar = tqdm(total=report.bytes, unit="B", unit_scale=True, desc=tr("merging"))
     try:
-        with bar, _one_thread(), files.complete_folder(out, about, resume=True) as folder:
-            finished = _finished_shards(folder, about)
+        with bar, _one_thread(), files.complete_folder(out, about) as folder:
+            disk.require_disk(folder, report.bytes * SPARE / files.GIB, tr("writing the merged model"))
             for shard in model.shards:
                 part = {name: plan for name, plan in plans.items() if plan.shard == shard}
-                if shard in finished:
-                    bar.update(_size_bytes(part, report.dtype))
-                else:
-                    write_shard(folder / shard, part, report, bar.update)
+                write_shard(folder / shard, part, report, bar.update)
             model_folder.copy_companions(folder, model, adapter, report.dtype, report.untied)
             if model_folder.SINGLE not in model.shards:
                 weight_map = {name: plan.shard for name, plan in plans.items()}
                 index = {"metadata": {"total_size": report.bytes}, "weight_map": weight_map}
                 files.write_json(folder / model_folder.INDEX, index)
-            (folder / JOURNAL).unlink()  # last: until then an interrupted merge continues
     except OSError as problem:
         raise CourseError(
             tr("Writing {folder} failed: {problem}.", folder=out, problem=problem.strerror or problem),
-            todo=tr("Check that disk or name a folder on another one, and run this again: finished files are kept."),
+            todo=tr("Check that disk or name a folder on another one, and run this again."),
         ) from problem
-    return replace(report, seconds=time.perf_counter() - started, resumed_shards=len(finished))
+    return replace(report, seconds=time.perf_counter() - started)
 
 
 @contextmanager
@@ -290,21 +283,8 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _finished_shards(folder: Path, about: dict[str, Any]) -> list[str]:
-    """The shards that an interrupted merge of the same weights finished; everything else is removed."""
-    resumes = files.read_object(folder / JOURNAL) == about
-    finished = []
-    for path in folder.iterdir():
-        if resumes and path.suffix == ".safetensors" and path.is_file() and not path.is_symlink():
-            finished.append(path.name)
-        else:
-            files.remove(path)
-    files.write_json(folder / JOURNAL, about)
-    return finished
-
-
 def write_shard(file: Path, plans: Plans, report: MergeReport, progress: Callable[[int], Any]) -> None:
-    """Compute and write one shard; it takes its name when it is on disk."""
+    """Compute and write one shard."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, plan in plans.items():
@@ -314,20 +294,16 @@ def write_shard(file: Path, plans: Plans, report: MergeReport, progress: Callabl
         offset = end
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    partial = file.with_suffix(".partial")
-    with open(partial, "wb") as out:
+    with open(file, "wb") as out:
         out.write(len(header).to_bytes(8, "little") + header)
         for content in _compute_blocks(plans, report):
             out.write(content)
             progress(len(content))
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(partial, file)
 
 
 def _compute_blocks(plans: Plans, report: MergeReport) -> Iterator[memoryview]:
     """The merged weights as bytes, in order, computed a few blocks ahead of the disk."""
-    workers = min(MAX_WORKERS, math.ceil(platforms.processors().value))
+    workers = min(MAX_WORKERS, math.ceil(platforms.processors()))
     if report.device != "cpu" or report.onto == "dequantized":  # a dequantized weight is computed whole
         workers = 1
     pending: deque[Future[memoryview]] = deque()

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import psutil
 from pydantic import Field
@@ -70,10 +70,8 @@ class Platform:
 
     @property
     def entry(self) -> Entry:
-        """What is known about it, its texts in the language of the course."""
-        entry = table()[self.name]
-        texts = {name: tr(getattr(entry, name)) for name in ("gpu_todo", "hub_todo", "keep_todo")}
-        return entry.model_copy(update=texts)
+        """What is known about it."""
+        return table()[self.name]
 
 
 def detect() -> Platform:
@@ -116,21 +114,13 @@ def in_kernel() -> bool:
     return bool(shell and shell.get_ipython() and "ipykernel" in sys.modules)
 
 
-class Limit(NamedTuple):
-    """A number that holds for this process, and where it was read."""
-
-    value: float
-    source: str
-
-
 def session_seconds(platform: Platform) -> float:
     """How long this machine has been up on a platform that counts the hours; 0 elsewhere."""
     if not platform.entry.hours:
         return 0.0
-    try:
+    with suppress(OSError, psutil.Error):
         return max(0.0, time.time() - _start_time())
-    except (OSError, psutil.Error):
-        return 0.0
+    return 0.0
 
 
 def _start_time() -> float:
@@ -140,53 +130,47 @@ def _start_time() -> float:
     return (fs_root() / "proc/1").stat().st_mtime
 
 
-def processors() -> Limit:
+def processors() -> float:
     """How many processors this process may use; a container may have half a one."""
     count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # Linux has it
         count = len(os.sched_getaffinity(0))
-    allowed = Limit(count, tr("the processors this process may run on"))
     quota = _cgroup("cpu.max")
     if not quota:  # cgroups v1
         quota = _cgroup("cpu/cpu.cfs_quota_us") + _cgroup("cpu/cpu.cfs_period_us")
     if len(quota) < 2 or quota[0] in ("max", "-1"):
-        return allowed
-    share = int(quota[0]) / int(quota[1])
-    return min(allowed, Limit(share, f"/{CGROUP}"))
+        return count
+    return min(count, int(quota[0]) / int(quota[1]))
 
 
-def memory_gib() -> Limit:
+def memory_gib() -> float:
     """How much memory this process may use."""
-    machine = Limit(psutil.virtual_memory().total / GIB, tr("the machine's memory"))
-    return min(machine, _container_gib(used=0))
+    return min(psutil.virtual_memory().total / GIB, _container_gib(used=0))
 
 
-def free_memory_gib() -> Limit:
+def free_memory_gib() -> float:
     """How much memory this process can still take: what a container has used is not free, whatever the machine says.
 
     Example:
-        if platforms.free_memory_gib().value < 8:
+        if platforms.free_memory_gib() < 8:
             print("close other notebooks first")
     """
-    machine = Limit(psutil.virtual_memory().available / GIB, tr("the machine's free memory"))
-    usage = _cgroup("memory.current", "memory/memory.usage_in_bytes")
-    if not usage:
-        return min(machine, _container_gib(used=0))
-    words = _cgroup("memory.stat", "memory/memory.stat")
-    stat = dict(zip(words[::2], words[1::2], strict=True))
-    # cached files that can be dropped at once are not in use
-    dropped = stat.get("total_inactive_file") or stat.get("inactive_file") or "0"
-    used = max(0, int(usage[0]) - int(dropped))
-    return min(machine, _container_gib(used))
+    used = 0
+    if usage := _cgroup("memory.current", "memory/memory.usage_in_bytes"):
+        words = _cgroup("memory.stat", "memory/memory.stat")
+        stat = dict(zip(words[::2], words[1::2], strict=True))
+        # cached files that can be dropped at once are not in use
+        dropped = stat.get("total_inactive_file") or stat.get("inactive_file") or "0"
+        used = max(0, int(usage[0]) - int(dropped))
+    return min(psutil.virtual_memory().available / GIB, _container_gib(used))
 
 
-def _container_gib(used: int) -> Limit:
+def _container_gib(used: int) -> float:
     """What a container has besides what is used; without a limit, infinitely much."""
     limit = _cgroup("memory.max", "memory/memory.limit_in_bytes")
-    left = math.inf
-    if limit not in ([], ["max"]):
-        left = max(0, int(limit[0]) - used)
-    return Limit(left / GIB, f"/{CGROUP}")
+    if limit in ([], ["max"]):
+        return math.inf
+    return max(0, int(limit[0]) - used) / GIB
 
 
 def _cgroup(*names: str) -> list[str]:
@@ -323,11 +307,6 @@ def cannot_write(folder: Path) -> str:
 
 def use_model_cache(platform: Platform, places: Folders) -> str:
     """Move the download cache off a small system disk, before huggingface_hub is imported; says what was done."""
-    if os.path.expanduser("~") == "~":  # neither HOME nor an account: libraries would write to a folder of that name
-        raise CourseError(
-            tr("This user has no home folder; HOME is not set."),
-            todo=tr("Set HOME, as in `export HOME=/tmp/me`, then run this again."),
-        )
     if not platform.entry.cache:
         return ""
     if any(os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")):
@@ -388,10 +367,8 @@ def drive_mounted() -> bool:
     return os.path.exists(place) and is_mount(place)
 
 
-def mount_drive(platform: Platform) -> str:
+def mount_drive() -> str:
     """Mount Google Drive on Colab if it is not there yet; says what happened and never stops the lesson."""
-    if platform.name != "colab":
-        return tr("No Drive on {name}: runs are kept on its own disk, or where NBUTILS_HOME says.", name=platform.name)
     fallback = tr("Runs stay on this machine's disk and are deleted with it.")
     state = os.environ.get(STATE, "")
     if not drive_mounted() and state in ("off", "failed"):

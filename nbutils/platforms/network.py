@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from nbutils.errors import CourseError
 from nbutils.files import fs_root, sha256
-from nbutils.language import joined, tr
+from nbutils.language import tr
 from nbutils.masking import mask_secrets
 
 if TYPE_CHECKING:
@@ -75,19 +75,12 @@ def prepare_network(platform: Platform, probe: bool = True) -> list[str]:
         lines.append(tr("models come from {source}, as HF_ENDPOINT says", source=own))
     elif mirror:
         _use(mirror)
-        lines.append(tr("models come from {source}, as NBUTILS_MIRROR says", source=mirror) + _no_token(mirror))
+        lines.append(tr("models come from {source}, as NBUTILS_MIRROR says", source=mirror))
     elif chosen() in ("hf-mirror", "modelscope"):
         lines.append(tr("models come from {source}, as found before", source=chosen()))
     elif probe and chosen() != "hub":
         lines += _choose(platform)
     return [mask_secrets(tr("network   {line}", line=line)) for line in lines]
-
-
-def _no_token(source: str) -> str:
-    """What a learner with a token must know about a mirror."""
-    if source != "hf-mirror":
-        return ""
-    return tr("; no token is sent there: gated models come from the hub (NBUTILS_MIRROR=hub) or a folder")
 
 
 def sources() -> dict[str, str]:
@@ -231,12 +224,7 @@ def _choose(platform: Platform) -> list[str]:
     os.environ[FOUND] = name
     if name == "hub" and not platform.entry.china:
         return []
-    seen = []
-    for source in SOURCES:
-        seconds = f"{times[source]:.2f} s" if source in times else tr("silent")
-        seen.append(f"{source} {seconds}")
-    line = tr("models come from {source} ({seen}; NBUTILS_MIRROR overrides)", source=name, seen=joined(seen))
-    return [line + _no_token(name)]
+    return [tr("models come from {source}, which answers best (NBUTILS_MIRROR overrides)", source=name)]
 
 
 def _use(name: str) -> None:
@@ -256,8 +244,7 @@ def _use_turbo() -> list[str]:
     direct = list(THIS_MACHINE)
     lines = []
     if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
-        unwanted = os.environ.get("NBUTILS_TURBO", "").lower() in ("off", "0", "no")
-        if unwanted or offline() or not script.is_file():
+        if os.environ.get("NBUTILS_TURBO") == "off" or offline() or not script.is_file():
             return []
         try:
             variables = _variables_of(script)

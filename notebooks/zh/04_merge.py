@@ -147,7 +147,7 @@ def weights_equal():
 
 
 gib = 2 * 4 * base.num_parameters() / 2**30  # 两个模型，每个权重 4 字节
-if gib < min(8, platforms.free_memory_gib().value):
+if gib < min(8, platforms.free_memory_gib()):
     same = weights_equal()
     print(f"{len(same)} 个权重里，有 {sum(same)} 个和 merge_and_unload 的结果逐位相同")
 else:
