@@ -241,9 +241,7 @@ def stores(folders: platforms.Folders, run: str) -> list[Path]:
     own = folders.keep / run / CHECKPOINTS
     if (own / BEGAN_ANEW).exists():  # after RESUME="never" or a chosen step, other places no longer count
         return [own]
-    places = [own]
-    for earlier in folders.earlier:
-        places.append(earlier / run / CHECKPOINTS)
+    places = [own, *(earlier / run / CHECKPOINTS for earlier in folders.earlier)]
     places += platforms.find_inputs(folders.inputs, f"{run}/{CHECKPOINTS}")
     return list(dict.fromkeys(places))
 
@@ -382,14 +380,12 @@ def require_step(folders: platforms.Folders, run: str, resume: str) -> None:
 
 
 def _step_missing(step: int | None, kept: Iterable[StoredCheckpoint]) -> CourseError:
-    requested = tr("any step") if step is None else tr("step {step}", step=step)
-    steps = sorted({checkpoint.step for checkpoint in kept if checkpoint.step != step})
+    steps = sorted({str(checkpoint.step) for checkpoint in kept if checkpoint.step != step}, key=int)
     return CourseError(
-        tr("This run has no complete checkpoint of {requested}.", requested=requested),
-        allowed=tr("a step among: {steps}", steps=", ".join(map(str, steps)) or tr("none")),
+        tr("This run has no complete checkpoint of step {step}.", step="*" if step is None else step),
         todo=tr(
-            'Set RESUME (or --step) to one of these steps, or RESUME to "auto". `python -m nbutils '
-            "checkpoints verify RUN` checks them all."
+            'Set RESUME (or --step) to one of: {steps}; or RESUME to "auto".',
+            steps=", ".join(steps) or tr("none"),
         ),
     )
 
@@ -554,8 +550,6 @@ class CheckpointSync:
             self._messages.append(
                 tr("checkpoint {step} is kept ({size:,.1f} MiB, verified)", step=kept.step, size=size)
             )
-            if self.problem:
-                self._messages.append(tr("copying works again"))
             self.kept = kept
             self.problem = None
             best_folder = self.outbox / f"checkpoint-{best}"

@@ -28,7 +28,7 @@ from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 from nbutils import checkpoints, display, distributed, platforms
-from nbutils.errors import CourseError, LessonFailed, StoppedByHand, Unfinished
+from nbutils.errors import CourseError, LessonFailed, StoppedByHand, Unfinished, require_choice
 from nbutils.files import fs_root
 from nbutils.language import print_whatever, tr
 from nbutils.masking import mask_secrets, remember_secret
@@ -64,13 +64,7 @@ ONLY_OURS = {"version": "", "attachments": "", "type": ""}  # fields of apprise'
 def require_settings() -> None:
     """Refuse other values of the variables; say where a notice will go."""
     for name, allowed in ALLOWED.items():
-        value = os.environ.get(name) or "0"
-        if value not in allowed:
-            raise CourseError(
-                tr("{name} is {value!r}.", name=name, value=value),
-                allowed=", ".join(allowed),
-                todo=tr("Set one of these, or unset it."),
-            )
+        require_choice(name, os.environ.get(name) or "0", allowed)
     if not _wants_notice():
         return
     try:
@@ -275,6 +269,7 @@ def watch() -> None:
 
 def tell(lesson: str, run: RunFolder | None, status: Status, message: str) -> None:
     """Where the environment asks for it, send a notice, then power off."""
+    message = message[:MOST_CHARACTERS]
     when = os.environ.get(POWER_OFF, "")
     off = when == "always" or (when == "1" and status != "failed")
     platform = platforms.detect()
@@ -296,7 +291,7 @@ def tell(lesson: str, run: RunFolder | None, status: Status, message: str) -> No
         todo = ""
         if status != "finished":
             todo = tr("Start the same again, once the cause is mended: what is kept is not repeated.")
-        text = _lines(message[:MOST_CHARACTERS], checkpoint, todo, power)
+        text = _lines(message, checkpoint, todo, power)
         try:
             print(tr("Notice sent to {service}.", service=send(_title(status, name), text, status, name)), flush=True)
         except CourseError as problem:

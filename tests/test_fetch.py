@@ -197,6 +197,6 @@ def test_the_room_for_a_hub_dataset_is_checked_first(tmp_path: Path, monkeypatch
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(siblings=sizes))
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 5.0)
     places = platforms.folders(platforms.detect())
-    with refused(": owner/rows needs ", " needs 6.0 GiB, and only"):
+    with refused(": owner/rows needs ", " needs 6.00 GiB, and only"):
         fetch.fetch_data("owner/rows:zh", places)
     assert fetch.fetch_data("assistant_en", places)[0].is_relative_to(files.SAMPLES)

@@ -6,7 +6,7 @@ import os
 from functools import cache
 from typing import Any
 
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, require_choice
 from nbutils.language import tr
 
 STRATEGIES = {  # files in configs/accelerate, and the `method` in a profile that each is for; empty: any
@@ -37,12 +37,7 @@ def _deepspeed_plugin() -> Any:
 
 def require_known_strategy(name: str) -> None:
     """Refuse a strategy that has no file in configs/accelerate."""
-    if name not in STRATEGIES:
-        raise CourseError(
-            tr("ENGINE is {engine!r}.", engine=name),
-            allowed="auto, " + ", ".join(STRATEGIES),
-            todo=tr("Choose one of them; auto takes the simplest that fits."),
-        )
+    require_choice("ENGINE", name, STRATEGIES)
 
 
 def require_method(name: str, method: str) -> None:

@@ -247,10 +247,12 @@ def _sample_offsets(size: int) -> list[int]:
 
 def copy_companions(out: Path, base: ModelFolder, adapter: Path, dtype: str, untied: bool) -> None:
     """Config, tokenizer and other small files: the base's, but the tokenizer files of the adapter if it has any."""
-    for pattern in (*SMALL_FILES, *TOKENIZER_FILES):
-        _copy_files(base.path, pattern, out)
-    for pattern in TOKENIZER_FILES:
-        _copy_files(adapter, pattern, out)
+    sources = [(base.path, pattern) for pattern in (*SMALL_FILES, *TOKENIZER_FILES)]
+    sources += [(adapter, pattern) for pattern in TOKENIZER_FILES]
+    for folder, pattern in sources:
+        for file in folder.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, out / file.name)
     config = dict(base.config)
     if dtype != "auto":
         config.pop("torch_dtype", None)  # the former name of dtype
@@ -258,9 +260,3 @@ def copy_companions(out: Path, base: ModelFolder, adapter: Path, dtype: str, unt
     if untied:
         config["tie_word_embeddings"] = False
     files.write_json(out / "config.json", config)
-
-
-def _copy_files(folder: Path, pattern: str, out: Path) -> None:
-    for file in folder.glob(pattern):
-        if file.is_file():
-            shutil.copyfile(file, out / file.name)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import disk, files, models, platforms
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, require_choice
 from nbutils.language import tr
 from nbutils.merging import folder as model_folder
 from nbutils.merging.folder import (
@@ -106,8 +106,8 @@ def merge_adapter(
 
     Example: `merging.merge_adapter("Qwen/Qwen3-0.6B", "runs/first/adapter", "runs/first/merged", dtype="bfloat16")`
     """
-    _require_choice("onto", onto, ONTO)
-    _require_choice("dtype", dtype, DTYPES)
+    require_choice("onto", onto, ONTO)
+    require_choice("dtype", dtype, DTYPES)
     paths = [Path(adapter)] if isinstance(adapter, str | Path) else list(adapter)
     model, adapters = _open_all(base, paths)
     out = Path(out)
@@ -153,14 +153,6 @@ def merge_adapter(
     return _write_model(model, plans, report, about, paths[-1])
 
 
-def _require_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise CourseError(
-            tr("{name} is {value!r}.", name=name, value=value),
-            todo=tr("Choose one of: {allowed}.", allowed=", ".join(allowed)),
-        )
-
-
 def _open_all(base: str | Path, paths: Sequence[Path]) -> tuple[ModelFolder, list[ModelFolder]]:
     """The base and its adapters; an adapter of another base is refused by its name."""
     for path in paths:
@@ -198,12 +190,7 @@ def check(base: str | Path, adapter: Path, onto: str, method: str) -> None:
 
     Example: `merging.check("Qwen/Qwen3-0.6B", Path("runs/first/adapter"), onto="full", method="qlora")`
     """
-    if onto not in ONTO or (onto == "dequantized" and method != "qlora"):
-        raise CourseError(
-            tr("MERGE_ONTO is {onto!r}, with method {method}.", onto=onto, method=method),
-            allowed=tr("full; or dequantized, for adapters that a qlora profile trained on 4 bits"),
-            todo=tr('Set MERGE_ONTO = "full".'),
-        )
+    require_choice("MERGE_ONTO", onto, ONTO if method == "qlora" else ("full",))
     plan_weights(*_open_all(base, [adapter]))
 
 

@@ -23,7 +23,7 @@ import psutil
 from pydantic import Field
 
 from nbutils.config import Strict, read_table
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, require_choice
 from nbutils.files import CHECKOUT, GIB, fs_root
 from nbutils.language import tr
 from nbutils.masking import mask_secrets, remember_secret
@@ -81,12 +81,7 @@ def detect() -> Platform:
         print(platforms.detect().name)
     """
     if name := os.environ.get("NBUTILS_PLATFORM"):
-        if name not in table():
-            raise CourseError(
-                tr("NBUTILS_PLATFORM is {name!r}.", name=name),
-                allowed=", ".join(table()),
-                todo=tr("Set one of these, or unset it and let the course detect the platform."),
-            )
+        require_choice("NBUTILS_PLATFORM", name, table())
         return _platform(name, "NBUTILS_PLATFORM is set")
     for name, entry in table().items():
         if proofs := [proof for proof in entry.proof if _is_present(proof)]:
@@ -369,17 +364,20 @@ def drive_mounted() -> bool:
 
 def mount_drive() -> str:
     """Mount Google Drive on Colab if it is not there yet; says what happened and never stops the lesson."""
-    fallback = tr("Runs stay on this machine's disk and are deleted with it.")
     state = os.environ.get(STATE, "")
-    if not drive_mounted() and state in ("off", "failed"):
-        return tr("Drive is not used ({setting}). {fallback}", setting=f"{STATE}={state}", fallback=fallback)
-    problem = "" if drive_mounted() else _ask_for_drive()
-    if problem:
-        os.environ[STATE] = "failed"
-        todo = tr("To do: in an open Colab page, run {code}", code=MANUALLY)
-        return " ".join([tr("Drive could not be mounted ({problem}).", problem=problem), fallback, todo])
-    os.environ.pop(STATE, None)
-    return tr("Drive is mounted: runs are kept in {folder}.", folder=fs_root() / RUNS)
+    problem = ""
+    if not drive_mounted():
+        problem = f"{STATE}={state}" if state in ("off", "failed") else _ask_for_drive()
+    if not problem:
+        os.environ.pop(STATE, None)
+        return tr("Drive is mounted: runs are kept in {folder}.", folder=fs_root() / RUNS)
+    os.environ[STATE] = state or "failed"
+    return tr(
+        "Drive is not mounted ({problem}): runs stay on this machine's disk and are deleted with it. To mount it, run "
+        "this in an open Colab page: {code}",
+        problem=problem,
+        code=MANUALLY,
+    )
 
 
 def _ask_for_drive() -> str:

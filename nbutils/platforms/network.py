@@ -6,7 +6,6 @@ variables set here when it is imported, which must be later.
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import subprocess
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from nbutils.errors import CourseError
+from nbutils.errors import require_choice
 from nbutils.files import fs_root, sha256
 from nbutils.language import tr
 from nbutils.masking import mask_secrets
@@ -63,12 +62,8 @@ def prepare_network(platform: Platform, probe: bool = True) -> list[str]:
     """Set proxies and mirror before huggingface_hub is imported; what to print. Nothing is measured without `probe`."""
     lines = _use_turbo()
     mirror = os.environ.get("NBUTILS_MIRROR", "")
-    if mirror and mirror not in SOURCES:
-        raise CourseError(
-            tr("NBUTILS_MIRROR is {name!r}.", name=mirror),
-            allowed=", ".join(SOURCES),
-            todo=tr("Set one of these, or unset it."),
-        )
+    if mirror:
+        require_choice("NBUTILS_MIRROR", mirror, SOURCES)
     if offline():
         lines.append(tr("offline, as HF_HUB_OFFLINE says: models come from folders and the cache"))
     elif not chosen() and (own := os.environ.get("HF_ENDPOINT")):
@@ -76,9 +71,7 @@ def prepare_network(platform: Platform, probe: bool = True) -> list[str]:
     elif mirror:
         _use(mirror)
         lines.append(tr("models come from {source}, as NBUTILS_MIRROR says", source=mirror))
-    elif chosen() in ("hf-mirror", "modelscope"):
-        lines.append(tr("models come from {source}, as found before", source=chosen()))
-    elif probe and chosen() != "hub":
+    elif probe and chosen() in ("", NOTHING):
         lines += _choose(platform)
     return [mask_secrets(tr("network   {line}", line=line)) for line in lines]
 
@@ -118,7 +111,7 @@ def download(
         except (OSError, HTTPException) as raised:
             problem = raised
         failed = 0 if partial.stat().st_size > have else failed + 1
-        if failed == ATTEMPTS or _is_final(problem):
+        if failed == ATTEMPTS:
             raise problem
         time.sleep(failed)
     if partial.stat().st_size != size or (checksum and sha256(partial) != checksum):
@@ -143,13 +136,6 @@ def _append(request: urllib.request.Request, partial: Path, size: int, advance: 
             advance(len(piece))
             if partial.stat().st_size > size:
                 break
-
-
-def _is_final(problem: Exception) -> bool:
-    """Whether another attempt would fail as well: the server refuses, or the disk is full."""
-    if isinstance(problem, urllib.error.HTTPError):
-        return 400 <= problem.code < 500 and problem.code != 429
-    return getattr(problem, "errno", None) == errno.ENOSPC
 
 
 def offline() -> bool:
