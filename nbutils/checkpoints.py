@@ -167,7 +167,7 @@ def read_manifest(path: Path) -> StoredCheckpoint:
     except (AttributeError, KeyError, TypeError) as problem:  # of no version of the course
         raise ValueError("it is no manifest of this course") from problem
     checkpoint = StoredCheckpoint.model_validate(content | {"archive": path.with_suffix(".tar")})
-    if path.stem != f"checkpoint-{checkpoint.step}" or not NAME.fullmatch(path.stem):
+    if path.stem != f"checkpoint-{checkpoint.step}":
         raise ValueError(f"it belongs to step {checkpoint.step}")
     return checkpoint
 
@@ -527,8 +527,7 @@ class CheckpointSync:
             try:
                 self._sync()
             except Exception as problem:  # whatever it is, training goes on
-                reason = getattr(problem, "strerror", None) or problem
-                text = f"{reason} ({type(problem).__name__})"
+                text = f"{type(problem).__name__}: {problem}"
                 if self.problem is None:
                     warning = tr(
                         "[WARN] a checkpoint could not be copied to {folder}: {problem}. Training goes on; the copy is "

@@ -340,7 +340,7 @@ def push(folder: Path, to: str, public: bool) -> None:
 
 @app.command()
 @argument("base")
-@argument("adapter", nargs=-1, required=True, type=FILE)
+@argument("adapter", type=FILE)
 @argument("out", type=FILE)
 @option("--dtype", type=DTYPES, default="auto", help="float32, float16, bfloat16, or auto: the base's own.")
 @option("--onto", type=ONTO, default="full", help="full, or dequantized: the base as 4-bit training saw it.")
@@ -348,11 +348,11 @@ def push(folder: Path, to: str, public: bool) -> None:
     "--device", type=DEVICES, default="cpu", help="cpu needs no more than some hundred MB; cuda computes on the GPU."
 )
 @option("--replace", "replace_other", is_flag=True, help="Replace another model of this course that is in OUT.")
-def merge(base: str, adapter: tuple[Path, ...], out: Path, **options: Any) -> None:
-    """Merge ADAPTER (or several) into BASE, named as MODEL in the lessons, and write the result to OUT, in shards."""
+def merge(base: str, adapter: Path, out: Path, **options: Any) -> None:
+    """Merge ADAPTER into BASE, named as MODEL in the lessons, and write the result to OUT, in shards."""
     from nbutils import fetch, merging
 
-    print(merging.merge_adapter(fetch.find_model(base), list(adapter), out, **options))
+    print(merging.merge_adapter(fetch.find_model(base), adapter, out, **options))
 
 
 def _translate(command: click.Command) -> None:

@@ -54,11 +54,11 @@ def run(stems: Sequence[str], given: dict[str, str]) -> RunFolder:
         parameters = lesson.RunParameters.model_validate(given)
         machine = lesson.find_machine(parameters)
         folder, resolved = lesson.open_run(parameters, machine)
-        work.opened(folder)
+        work.goes_on(stems[0], folder)
         print(tr("profile {name}, run {folder}", name=resolved.name, folder=folder.path), flush=True)
         for number, stem in enumerate(stems, 1):
             print(f"[{number}/{len(stems)}] {stem}", flush=True)
-            work.goes_on(stem)
+            work.goes_on(stem, folder)
             values = by_lesson[stem] | {"RUN_NAME": folder.name}
             with signals_to_kernel(besides=work.watcher) as received, notices.deferred():
                 try:

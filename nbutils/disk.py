@@ -16,10 +16,7 @@ FEWEST_FILES = 300  # a run, its checkpoints and its caches need about this many
 
 def nearest(folder: Path) -> Path:
     """The folder, or its nearest parent that exists."""
-    for place in (folder, *folder.absolute().parents):
-        if place.exists():
-            return place
-    return Path("/")
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
 def free_gib(folder: Path) -> float:

@@ -158,26 +158,23 @@ def held(path: Path) -> Iterator[bool]:
     if sys.platform == "win32":  # only `data check` comes here
         yield False
         return
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        yield _take_lock(descriptor, path)
-    finally:
-        os.close(descriptor)
-
-
-def _take_lock(descriptor: int, path: Path) -> bool:
     import fcntl
 
+    locked = True
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as problem:
-        raise CourseError(
-            tr("Another process is writing {folder}.", folder=path),
-            todo=tr("Wait until it is done, or stop it."),
-        ) from problem
-    except OSError:
-        return False
-    return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as problem:
+            raise CourseError(
+                tr("Another process is writing {folder}.", folder=path),
+                todo=tr("Wait until it is done, or stop it."),
+            ) from problem
+        except OSError:
+            locked = False
+        yield locked
+    finally:
+        os.close(descriptor)
 
 
 def remove(path: Path) -> None:
@@ -216,7 +213,6 @@ def require_inside(folder: Path, paths: Iterable[Path]) -> None:
         if target.parent.name != "blobs" and not target.is_relative_to(place):
             raise CourseError(
                 tr("{link} leads out of its folder, to {target}.", link=path, target=target),
-                allowed=tr("links to files of the same folder, or to the hub's cache"),
                 todo=tr("If you trust it, copy the file to the place of the link; otherwise delete the link."),
             )
 

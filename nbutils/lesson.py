@@ -272,7 +272,7 @@ def begin(stem: str, namespace: Facts) -> Lesson:
             display.pyplot()  # the figures that a lesson draws by itself are in Chinese too
         machine = find_machine(parameters, try_gpu=stem not in TRY_NO_GPU)
         run, resolved = open_run(parameters, machine)
-        work.opened(run)
+        work.goes_on(stem, run)
     if stem == "03_qlora" and (line := distributed.hint(machine.gpu.count if machine.gpu else 0)):
         print(line)
     print(tr("profile   {name}: {reason}", name=resolved.name, reason=resolved.choices["profile"].reason))

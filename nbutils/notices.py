@@ -49,7 +49,7 @@ MOST_CHARACTERS = 600  # characters of an error or a result
 LONG_CELL = 300.0  # seconds after which nobody is expected to sit and wait
 GRACE = 180.0  # seconds in which a power-off can be cancelled
 KEEP_ON = "keep_on"  # the file that cancels it
-WATCH = "from nbutils import notices; notices.watch()"  # the program of the watcher
+WATCH = "from nbutils import notices; notices.run_watcher()"  # the program of the watcher
 Status = Literal["finished", "unfinished", "failed"]
 
 NATIVE = {  # addresses as the apps show them, where apprise does not know them, and what it calls them
@@ -62,15 +62,14 @@ ONLY_OURS = {"version": "", "attachments": "", "type": ""}  # fields of apprise'
 
 
 def require_settings() -> None:
-    """Refuse other values of the variables; say where a notice will go."""
+    """Refuse other values of the variables; warn where no notice can be sent."""
     for name, allowed in ALLOWED.items():
         require_choice(name, os.environ.get(name) or "0", allowed)
-    if not _wants_notice():
-        return
-    try:
-        print(tr("notice    goes to {service}, however this ends", service=_service("", "").service_name))
-    except CourseError as problem:
-        print(f"[WARN] {problem}")
+    if _wants_notice():
+        try:
+            _service("", "")
+        except CourseError as problem:
+            print(f"[WARN] {problem}")
 
 
 @contextmanager
@@ -129,20 +128,15 @@ class Work:
             self.watcher.stdin.write(json.dumps(now | end) + "\n")
             self.watcher.stdin.flush()
 
-    def goes_on(self, lesson: str) -> None:
-        """The next lesson of a run begins."""
+    def goes_on(self, lesson: str, run: RunFolder | None) -> None:
+        """A lesson begins, or its run is known now."""
         self.lesson = lesson
-        self._write()
-
-    def opened(self, run: RunFolder) -> None:
-        """Its run is known now."""
         self.run = run
         self._write()
 
     def failed(self, problem: object) -> None:
         """Tell an error; an interruption by hand is none."""
-        by_hand = isinstance(problem, StoppedByHand) or not isinstance(problem, Exception)
-        if by_hand or not distributed.is_main():
+        if isinstance(problem, StoppedByHand) or not isinstance(problem, Exception) or not distributed.is_main():
             return
         text = str(problem)
         if isinstance(problem, LessonFailed):
@@ -244,7 +238,7 @@ def telling(lesson: str) -> Iterator[Work]:
         raise
 
 
-def watch() -> None:
+def run_watcher() -> None:
     """The program of the watcher: read how the work goes until it ends or its process does, and tell of that."""
     print_whatever()
     sys.stdout = LastingStream(sys.stdout)  # the one who reads it may end meanwhile
@@ -392,7 +386,10 @@ def _service(run: str, status: str) -> Any:
     for part in re.split(r"[/?&=@:]", url):  # what an answer may repeat of it
         if len(part) >= 16:
             remember_secret(part)
-    plugin = Apprise.instantiate(_known_address(url), asset)
+    known = url
+    for pattern, scheme in NATIVE.items():
+        known = re.sub(f"^{pattern}$", scheme, known)
+    plugin = Apprise.instantiate(known, asset)
     if plugin is None and re.match(WEB_ADDRESS, url):
         plugin = Apprise.instantiate(_json_post(url, message="text", run=run, status=status), asset)
         plugin.service_name = plugin.host
@@ -400,15 +397,10 @@ def _service(run: str, status: str) -> Any:
         state = tr("no address of a service") if url else tr("not set")
         raise CourseError(
             tr("No notice can be sent: {url} is {state}.", url=URL, state=state),
-            allowed=tr(
-                "the web address of a robot (Feishu, DingTalk, WeCom, Slack) or of a server of your own, or "
-                "an address of the library apprise (as tgram://, mailto://, ntfy://); or {token} alone, the "
-                "developer token of an AutoDL account, which sends to WeChat",
-                token=TOKEN,
-            ),
             todo=tr(
-                "Set {url} or {token}, as a secret or an environment variable, then try it with python -m "
-                "nbutils notice.",
+                "Set {url} to the address of a robot (Feishu, DingTalk, WeCom, Slack), of a server of your own or of "
+                "the library apprise, or {token} to the token of your AutoDL account, as a secret or an environment "
+                "variable; then try it with python -m nbutils notice.",
                 url=URL,
                 token=TOKEN,
             ),
@@ -416,13 +408,6 @@ def _service(run: str, status: str) -> Any:
     if plugin.secure_protocol == "feishu":
         plugin.notify_url = plugin.notify_url.rstrip("/")  # as Feishu itself writes it
     return plugin
-
-
-def _known_address(url: str) -> str:
-    """An address as apprise knows it."""
-    for pattern, known in NATIVE.items():
-        url = re.sub(f"^{pattern}$", known, url)
-    return url
 
 
 def _json_post(url: str, **fields: str) -> dict[str, Any]:
@@ -443,17 +428,16 @@ def send(title: str, text: str, status: str, run: str) -> str:
 
     Some robots refuse with HTTP 200, which counts as sent: `python -m nbutils notice` asks to see whether it arrived.
     """
-    from apprise import Apprise, NotifyFormat, NotifyType
+    from apprise import Apprise, NotifyFormat
 
     service = _service(run, status)
-    kind = NotifyType.FAILURE if status == "failed" else NotifyType.INFO
     text = mask_secrets(text).encode()[:MOST_BYTES].decode(errors="ignore")
     sender = Apprise()
     sender.add(service)
     results: list[Any] = []
 
     def deliver() -> None:
-        results.append(sender.notify(text, mask_secrets(title), kind, body_format=NotifyFormat.TEXT))
+        results.append(sender.notify(text, mask_secrets(title), body_format=NotifyFormat.TEXT))
 
     delivery = threading.Thread(target=deliver, daemon=True)
     delivery.start()

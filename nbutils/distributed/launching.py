@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 from collections import deque
-from itertools import takewhile
 from pathlib import Path
 
 from nbutils.display import LIVE_LINE
@@ -106,7 +105,6 @@ def launch(command: list[str], keep: Path, processes: int = 1, threads: int = 0,
     if threads:
         env["OMP_NUM_THREADS"] = str(threads)
     child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = (line.rstrip() for line in child.stdout or () if line.strip())
     tail: deque[str] = deque(maxlen=15)  # for the error, if it fails
     signals: list[int] = []
 
@@ -116,7 +114,12 @@ def launch(command: list[str], keep: Path, processes: int = 1, threads: int = 0,
 
     try:
         with first_signals(forward):
-            for line in takewhile(lambda line: not re.match(TORCHRUN_REPORT, line), lines):
+            for line in child.stdout or ():
+                if re.match(TORCHRUN_REPORT, line):
+                    break
+                line = line.rstrip()
+                if not line:
+                    continue
                 tail.append(line)
                 if not calm or re.match(PROGRESS, line):
                     print(f"  | {mask_secrets(line)}", flush=True)
@@ -125,21 +128,11 @@ def launch(command: list[str], keep: Path, processes: int = 1, threads: int = 0,
         raise
     finally:
         child.communicate()  # to the end of its output, or it would block
-    if signal.SIGINT in signals:
-        raise StoppedByHand(
-            tr("You stopped lesson {lesson}.", lesson=lesson),
-            todo=tr(
-                "Run this notebook again, unchanged: the training continues from its last checkpoint, a "
-                "comparison starts anew."
-            ),
-        )
     if signals:
-        raise Unfinished(
-            tr(
-                "The machine told lesson {lesson} to stop (SIGTERM); the training up to that point is saved.",
-                lesson=lesson,
-            ),
-            todo=tr("Run lesson {lesson} again, unchanged: it continues from there.", lesson=lesson),
+        kind = StoppedByHand if signal.SIGINT in signals else Unfinished
+        raise kind(
+            tr("Lesson {lesson} was told to stop, and has saved its training.", lesson=lesson),
+            todo=tr("Run this again, unchanged: the training continues from its last checkpoint."),
         )
     if status := child.returncode:
         raise CourseError(

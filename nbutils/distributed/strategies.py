@@ -52,7 +52,6 @@ def require_method(name: str, method: str) -> None:
             wanted=wanted,
             method=method,
         ),
-        allowed=tr("fsdp_qlora for qlora, fsdp_lora and zero3 for lora; the other engines take both"),
         todo=tr(
             'Take another engine, or set SET = "method={wanted}, quantization.load_in_4bit={four_bits}".',
             wanted=wanted,

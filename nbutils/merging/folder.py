@@ -233,16 +233,12 @@ def weights_fingerprint(model: ModelFolder) -> str:
         with open(model.path / shard, "rb", buffering=0) as file:
             for name, tensor in tensors.items():
                 digest.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
-                for offset in _sample_offsets(tensor.size):
+                last = max(0, tensor.size - SAMPLE)
+                for offset in sorted({0, last // 2, last}):
                     file.seek(tensor.start + offset)
                     sample = file.read(min(SAMPLE, tensor.size))
                     digest.update(sample)
     return digest.hexdigest()[:16]
-
-
-def _sample_offsets(size: int) -> list[int]:
-    last = max(0, size - SAMPLE)
-    return sorted({0, last // 2, last})
 
 
 def copy_companions(out: Path, base: ModelFolder, adapter: Path, dtype: str, untied: bool) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -90,7 +90,7 @@ class MergeReport:
 
 def merge_adapter(
     base: str | Path,
-    adapter: str | Path | Sequence[Path],
+    adapter: str | Path,
     out: str | Path,
     *,
     dtype: str = "auto",
@@ -99,7 +99,7 @@ def merge_adapter(
     quantization: Mapping[str, Any] | None = None,
     replace_other: bool = True,
 ) -> MergeReport:
-    """Write base + adapter (or several, one after another) to `out`; a finished merge of them is reused.
+    """Write base + adapter to `out`; a finished merge of them is reused.
 
     `dtype`: float32, float16, bfloat16 or auto, the base's own; `device`: cpu or cuda. `onto`: full, or dequantized,
     the base as 4-bit training saw it. `replace_other`: whether another model of this course may be replaced there.
@@ -108,39 +108,37 @@ def merge_adapter(
     """
     require_choice("onto", onto, ONTO)
     require_choice("dtype", dtype, DTYPES)
-    paths = [Path(adapter)] if isinstance(adapter, str | Path) else list(adapter)
-    model, adapters = _open_all(base, paths)
+    model, tuned = _open_both(base, Path(adapter))
     out = Path(out)
-    files.require_apart(out, model.path, *paths)
-    plans = plan_weights(model, adapters)
+    files.require_apart(out, model.path, tuned.path)
+    plans = plan_weights(model, tuned)
     if onto == "dequantized":
         settings = FOUR_BIT | dict(quantization or {})
         for name in plans.keys() & quantized_weights(model.path):
             if not plans[name].replaced:
                 plans[name] = replace(plans[name], dequantized=settings)
     dtype = model.dtype if dtype == "auto" else dtype
-    fingerprints = [_adapter_fingerprint(path) for path in paths]
     about: dict[str, Any] = {  # the same on every machine
         "base": model.name,
         "base_mark": model_folder.weights_fingerprint(model),
-        "adapter": fingerprints[0] if len(fingerprints) == 1 else fingerprints,
+        "adapter": _adapter_fingerprint(tuned.path),
         "dtype": dtype,
         "onto": onto,
     }
     if quantization and onto == "dequantized":
         about["quantization"] = dict(quantization)
-    tuned = sum(plan.is_tuned for plan in plans.values())
+    changed = sum(plan.is_tuned for plan in plans.values())
     report = MergeReport(
         folder=out,
         base=model.name,
-        adapter=", ".join(map(str, paths)),
+        adapter=str(adapter),
         dtype=dtype,
         onto=onto,
         device=device,
-        merged=tuned,
-        copied=len(plans) - tuned,
+        merged=changed,
+        copied=len(plans) - changed,
         bytes=_size_bytes(plans, dtype),
-        untied=unties_head(model, adapters),
+        untied=unties_head(model, tuned),
     )
     if files.stamp(out) == about:
         return replace(report, reused=True)
@@ -150,23 +148,21 @@ def merge_adapter(
             tr("{folder} holds another model, or an adapter.", folder=out),
             todo=tr("Name another folder as the last argument; --replace replaces a model."),
         )
-    return _write_model(model, plans, report, about, paths[-1])
+    return _write_model(model, plans, report, about, tuned.path)
 
 
-def _open_all(base: str | Path, paths: Sequence[Path]) -> tuple[ModelFolder, list[ModelFolder]]:
-    """The base and its adapters; an adapter of another base is refused by its name."""
-    for path in paths:
-        config = models.read_config(path / model_folder.ADAPTER_CONFIG)
-        trained_on = str(config.get("base_model_name_or_path") or base)
-        if _bare_name(trained_on) != _bare_name(base):
-            raise CourseError(
-                tr("The adapter was trained on {trained_on}, the base is {base}.", trained_on=trained_on, base=base),
-                todo=tr(
-                    "Use the MODEL of lesson 03, or another RUN_NAME; if it is the same model, give its folder that "
-                    "name."
-                ),
-            )
-    return open_base(base), [open_adapter(path) for path in paths]
+def _open_both(base: str | Path, adapter: Path) -> tuple[ModelFolder, ModelFolder]:
+    """The base and its adapter; an adapter of another base is refused by its name."""
+    config = models.read_config(adapter / model_folder.ADAPTER_CONFIG)
+    trained_on = str(config.get("base_model_name_or_path") or base)
+    if _bare_name(trained_on) != _bare_name(base):
+        raise CourseError(
+            tr("The adapter was trained on {trained_on}, the base is {base}.", trained_on=trained_on, base=base),
+            todo=tr(
+                "Use the MODEL of lesson 03, or another RUN_NAME; if it is the same model, give its folder that name."
+            ),
+        )
+    return open_base(base), open_adapter(adapter)
 
 
 def _bare_name(base: str | Path) -> str:
@@ -191,12 +187,12 @@ def check(base: str | Path, adapter: Path, onto: str, method: str) -> None:
     Example: `merging.check("Qwen/Qwen3-0.6B", Path("runs/first/adapter"), onto="full", method="qlora")`
     """
     require_choice("MERGE_ONTO", onto, ONTO if method == "qlora" else ("full",))
-    plan_weights(*_open_all(base, [adapter]))
+    plan_weights(*_open_both(base, adapter))
 
 
 def size_gib(base: str | Path, adapter: Path, dtype: str = "auto") -> float:
     """GiB of disk that the merged model will take, with a little to spare."""
-    plans = plan_weights(open_base(base), [open_adapter(adapter)])
+    plans = plan_weights(open_base(base), open_adapter(adapter))
     return _size_bytes(plans, dtype) * SPARE / files.GIB + 0.05
 
 
@@ -296,21 +292,19 @@ def _compute_blocks(plans: Plans, report: MergeReport) -> Iterator[memoryview]:
     pending: deque[Future[memoryview]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for name, plan in plans.items():
-            updates = [update.load(report.device) for update in plan.updates]
-            if not (updates or plan.dequantized):  # in one dimension: a row of stacked experts is too large
+            apply = plan.update.load(report.device) if plan.update else None
+            if not (apply or plan.dequantized):  # in one dimension: a row of stacked experts is too large
                 plan = replace(plan, source=replace(plan.source, shape=(math.prod(plan.source.shape),)))
             blocks = [ALL] if plan.dequantized else plan.source.blocks()
             for rows in blocks:
-                pending.append(pool.submit(_compute_block, name, plan, updates, rows, report))
+                pending.append(pool.submit(_compute_block, name, plan, apply, rows, report))
                 if len(pending) > 2 * workers:
                     yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
 
 
-def _compute_block(
-    name: str, plan: WeightPlan, updates: Sequence[Apply], rows: slice, report: MergeReport
-) -> memoryview:
+def _compute_block(name: str, plan: WeightPlan, apply: Apply | None, rows: slice, report: MergeReport) -> memoryview:
     """Some rows of a merged weight as bytes; a result with infinite or undefined numbers is refused."""
     import torch
 
@@ -319,7 +313,7 @@ def _compute_block(
         return plan.source.read(rows)
     dtype = FLOATS[code]
     with torch.inference_mode():
-        weight = compute_rows(plan, updates, dtype, rows, report.device)
+        weight = compute_rows(plan, apply, dtype, rows, report.device)
         if not math.isfinite(weight.sum()) and not bool(weight.isfinite().all()):  # the sum is quick
             raise CourseError(
                 tr("{weight} has infinite or undefined values after the merge in {dtype}.", weight=name, dtype=dtype),
@@ -332,12 +326,11 @@ def prove(base: str | Path, adapter: Path, folder: Path, *, onto: str = "full") 
     """Compute some rows of every weight again: it finds a forgotten layer, another adapter, a changed file."""
     model = open_base(base)
     merged = open_base(folder).weights
-    plans = plan_weights(model, [open_adapter(adapter)])
+    plans = plan_weights(model, open_adapter(adapter))
     whole = quantized_weights(model.path) if onto == "dequantized" else set()
     compared = {name: plan for name, plan in plans.items() if name not in whole}
     different = sorted(plans.keys() ^ merged.keys())
-    if not different:
-        different = [name for name, plan in compared.items() if not _rows_agree(plan, merged[name])]
+    different = different or [name for name, plan in compared.items() if not _rows_agree(plan, merged[name])]
     if different:
         raise CourseError(
             tr("{weight} in {folder} is not base + adapter.", weight=different[0], folder=folder),
@@ -361,11 +354,11 @@ def _rows_agree(plan: WeightPlan, written: StoredTensor) -> bool:
         return False
     if written.dtype not in FLOATS:
         return written.read(ALL) == plan.source.read(ALL)
-    updates = [update.load("cpu") for update in plan.updates]
+    apply = plan.update.load("cpu") if plan.update else None
     blocks = list(split_rows(written.rows, MIN_ROWS))
     for rows in (blocks[0], blocks[-1]):
         found = written.tensor(rows)
-        expected = compute_rows(plan, updates, FLOATS[written.dtype], rows)
+        expected = compute_rows(plan, apply, FLOATS[written.dtype], rows)
         step = torch.finfo(found.dtype).eps
         noise = step * 1e-3 * expected.double().abs().mean()
         if not torch.allclose(found.double(), expected.double(), rtol=TOLERANCE * step, atol=float(noise)):

@@ -114,15 +114,10 @@ def session_seconds(platform: Platform) -> float:
     if not platform.entry.hours:
         return 0.0
     with suppress(OSError, psutil.Error):
-        return max(0.0, time.time() - _start_time())
+        if fs_root() != Path("/"):  # a simulated machine
+            return time.time() - (fs_root() / "proc/1").stat().st_mtime
+        return time.time() - psutil.Process(1).create_time()
     return 0.0
-
-
-def _start_time() -> float:
-    """When this machine was started; a simulated one has it as the date of its /proc/1."""
-    if fs_root() == Path("/"):
-        return psutil.Process(1).create_time()
-    return (fs_root() / "proc/1").stat().st_mtime
 
 
 def processors() -> float:
@@ -200,7 +195,7 @@ def _stored_secret(name: str) -> str:
         return str(UserSecretsClient().get_secret(name) or "")
     except Exception as problem:  # seven documented types, of which none may cost the learner the lesson
         kind = type(problem).__name__  # its text is not shown, it may hold what it must not
-        if kind == "SecretNotFoundError" or "No user secrets exist" in str(problem) or isinstance(problem, ImportError):
+        if kind in ("SecretNotFoundError", "ModuleNotFoundError") or "No user secrets exist" in str(problem):
             return ""
         if kind not in ("NotebookAccessError", "BackendError"):  # after these two the next secret may be answered
             os.environ[SECRETS_STATE] = store
@@ -258,7 +253,7 @@ def folders(platform: Platform) -> Folders:
     if platform.name == "colab" and drive_mounted():
         lasting = {root / RUNS: tr("it is on your Drive")}
     keep = home or next(iter(lasting), work / "runs")
-    remark = _why_it_lasts(keep, lasting)
+    remark = next((why for place, why in lasting.items() if keep.is_relative_to(place.parent)), "")
     if home and not home.is_relative_to(scratch) and (mounted := mount_point_of(home)):
         remark = tr("NBUTILS_HOME is on the disk mounted at {place}", place=mounted)
     earlier = [place for place in dict.fromkeys([*known, work / "runs"]) if place != keep]
@@ -278,17 +273,9 @@ def _chosen_home(platform: Platform) -> Path | None:
     given = os.environ.get("NBUTILS_HOME")
     if not given:
         return None
-    home = Path(os.path.expanduser(given)).absolute()
+    home = Path(given).expanduser().absolute()
     on_drive = platform.name == "colab" and home.is_relative_to(fs_root() / MOUNT_POINT)
     return None if on_drive and not drive_mounted() else home
-
-
-def _why_it_lasts(keep: Path, lasting: dict[Path, str]) -> str:
-    """The remark of the lasting place a folder is in; empty if it is in none."""
-    for place, remark in lasting.items():
-        if keep.is_relative_to(place.parent):
-            return remark
-    return ""
 
 
 def cannot_write(folder: Path) -> str:
@@ -302,11 +289,8 @@ def cannot_write(folder: Path) -> str:
 
 def use_model_cache(platform: Platform, places: Folders) -> str:
     """Move the download cache off a small system disk, before huggingface_hub is imported; says what was done."""
-    if not platform.entry.cache:
-        return ""
-    if any(os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")):
-        return ""
-    if any(Path.home().glob(".cache/huggingface/hub/models--*")):
+    is_set = any(os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"))
+    if not platform.entry.cache or is_set or any(Path.home().glob(".cache/huggingface/hub/models--*")):
         return ""
     disk = places.work if platform.entry.cache == "work" else places.scratch
     os.environ["HF_HUB_CACHE"] = str(disk / "huggingface")

@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,10 +140,8 @@ def _append(request: urllib.request.Request, partial: Path, size: int, advance: 
 
 def offline() -> bool:
     """Whether the learner forbade the network."""
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        if os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON"):
-            return True
-    return False
+    values = [os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")]
+    return any(value in ("1", "TRUE", "YES", "ON") for value in values)
 
 
 def chosen() -> str:
@@ -162,10 +160,10 @@ def hub_online() -> bool:
 
 def answers(url: str, seconds: float) -> bool:
     """Whether a web address answers at all within the given time."""
-    return bool(measure({"it": url}, seconds, refused=()))
+    return bool(measure({"it": url}, seconds))
 
 
-def measure(urls: Mapping[str, str], seconds: float, refused: Iterable[int] = REFUSED) -> dict[str, float]:
+def measure(urls: Mapping[str, str], seconds: float) -> dict[str, float]:
     """Seconds until each address answered, all asked at once; those that did not in time are left out."""
     times: dict[str, float] = {}
     began = time.monotonic()
@@ -180,7 +178,7 @@ def measure(urls: Mapping[str, str], seconds: float, refused: Iterable[int] = RE
             status = problem.code
         except (OSError, ValueError, HTTPException):
             return
-        if status < 500 and status not in refused:
+        if status < 500 and status not in REFUSED:
             times[name] = time.monotonic() - began
 
     # daemons and not a pool: a name lookup knows no timeout, and nobody must wait for it when the lesson ends
