@@ -114,7 +114,7 @@ print(f"largest difference to PEFT's product: {(delta - scale * (B @ A)).abs().m
 # ## The merge
 #
 # Now all of them. `merge_adapter` computes the sums in float32, rounds each once, and writes it to disk as it comes. It never
-# leaves half a model behind, continues where it was interrupted, and keeps a finished merge of this very adapter.
+# leaves half a model behind, and keeps a finished merge of this very adapter.
 
 # %%
 dtype = lesson.profile.from_pretrained.dtype

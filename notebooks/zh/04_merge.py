@@ -112,7 +112,7 @@ print(f"和 PEFT 的乘积最多相差 {(delta - scale * (B @ A)).abs().max():.2
 # %% [markdown]
 # ## 合并
 #
-# 现在合并全部权重。`merge_adapter` 用 float32 计算这些和，每个只舍入一次，算完一个就写一个到磁盘。不会留下半个模型；中断了可以接着做；这个适配器已经合并过的话，直接沿用。
+# 现在合并全部权重。`merge_adapter` 用 float32 计算这些和，每个只舍入一次，算完一个就写一个到磁盘。不会留下半个模型；这个适配器已经合并过的话，直接沿用。
 
 # %%
 dtype = lesson.profile.from_pretrained.dtype
