@@ -241,9 +241,9 @@ def stores(folders: platforms.Folders, run: str) -> list[Path]:
     own = folders.keep / run / CHECKPOINTS
     if (own / BEGAN_ANEW).exists():  # after RESUME="never" or a chosen step, other places no longer count
         return [own]
-    places = [own, *(earlier / run / CHECKPOINTS for earlier in folders.earlier)]
-    places += platforms.find_inputs(folders.inputs, f"{run}/{CHECKPOINTS}")
-    return list(dict.fromkeys(places))
+    places = [own]
+    places += [earlier / run / CHECKPOINTS for earlier in folders.earlier]
+    return places + platforms.find_inputs(folders.inputs, f"{run}/{CHECKPOINTS}")
 
 
 def look(store: Path) -> list[StoredCheckpoint]:
@@ -478,10 +478,7 @@ class CheckpointSync:
 
     def messages(self) -> list[str]:
         """Lines for the learner since the last call."""
-        lines = []
-        while self._messages:  # the thread may append meanwhile
-            lines.append(self._messages.pop(0))
-        return lines
+        return [self._messages.pop(0) for _ in range(len(self._messages))]  # the thread may append meanwhile
 
     @property
     def waiting(self) -> Path | None:
@@ -565,9 +562,9 @@ class CheckpointSync:
         self.check()
         self.keep.mkdir(exist_ok=True)  # not its parents: if the run folder is gone, so is the disk
         with suppress(FileNotFoundError, ValueError):
-            there = read_manifest(self.keep / f"{folder.name}.json")
-            if there.fingerprint == self.fingerprint and defect(there) is None:
-                return there  # a whole one is never overwritten
+            earlier = read_manifest(self.keep / f"{folder.name}.json")
+            if earlier.fingerprint == self.fingerprint and defect(earlier) is None:
+                return earlier  # a whole one is never overwritten
         free = free_gib(self.keep)
         size = folder_gib(folder)
         if free < size:

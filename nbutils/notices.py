@@ -93,7 +93,8 @@ class Work:
 
     def watch(self) -> None:
         """Where the environment asks for it, start the process that tells of the end."""
-        if not distributed.is_main() or not (_wants_notice() or _wants_power_off()):
+        powers_off = os.environ.get(POWER_OFF) in ("1", "always")
+        if not distributed.is_main() or not (_wants_notice() or powers_off):
             return
         env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         if _wants_notice():  # Colab and Kaggle give a secret to the kernel alone
@@ -165,10 +166,6 @@ class Work:
 
 def _wants_notice() -> bool:
     return os.environ.get(NOTICE) == "1"
-
-
-def _wants_power_off() -> bool:
-    return os.environ.get(POWER_OFF, "") in ("1", "always")
 
 
 _underway = Work("")  # of this process

@@ -42,20 +42,20 @@ def require_known_strategy(name: str) -> None:
 
 def require_method(name: str, method: str) -> None:
     """Refuse a strategy, called as its file, that is not for this method."""
-    wanted = STRATEGIES[name]
-    if wanted in ("", method):
+    needed = STRATEGIES[name]
+    if needed in ("", method):
         return
     raise CourseError(
         tr(
             "{engine} is for method {wanted}, and this profile has method {method}.",
             engine=name,
-            wanted=wanted,
+            wanted=needed,
             method=method,
         ),
         todo=tr(
             'Take another engine, or set SET = "method={wanted}, quantization.load_in_4bit={four_bits}".',
-            wanted=wanted,
-            four_bits="true" if wanted == "qlora" else "false",
+            wanted=needed,
+            four_bits="true" if needed == "qlora" else "false",
         ),
     )
 
@@ -83,10 +83,10 @@ def _quantize_on(device: int | str) -> None:
 
     stock = Params4bit._quantize
 
-    def quantize(self: Any, wanted: Any) -> Any:
+    def quantize(self: Any, target: Any) -> Any:
         stock(self, device)
-        self.data = self.data.to(wanted)
-        self.quant_state.to(wanted)
+        self.data = self.data.to(target)
+        self.quant_state.to(target)
         return self
 
     Params4bit._quantize = quantize  # type: ignore[method-assign]

@@ -87,8 +87,10 @@ class StoredTensor:
         """The bytes of some rows."""
         first, last, _ = rows.indices(self.rows)
         row_size = self.size // self.rows
-        count = (last - first) * row_size  # the header was checked: the file has them
-        return np.fromfile(self.file, np.uint8, count, offset=self.start + first * row_size).data
+        start = self.start + first * row_size
+        count = (last - first) * row_size
+        content = np.fromfile(self.file, np.uint8, count, offset=start)  # the header was checked: the file has them
+        return content.data
 
     def tensor(self, rows: slice = ALL) -> torch.Tensor:
         """Some rows in the stored dtype."""
@@ -234,7 +236,8 @@ def weights_fingerprint(model: ModelFolder) -> str:
             for name, tensor in tensors.items():
                 digest.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
                 last = max(0, tensor.size - SAMPLE)
-                for offset in sorted({0, last // 2, last}):
+                offsets = {0, last // 2, last}
+                for offset in sorted(offsets):
                     file.seek(tensor.start + offset)
                     sample = file.read(min(SAMPLE, tensor.size))
                     digest.update(sample)

@@ -108,10 +108,10 @@ def merge_adapter(
     """
     require_choice("onto", onto, ONTO)
     require_choice("dtype", dtype, DTYPES)
-    model, tuned = _open_both(base, Path(adapter))
+    model, trained = _open_both(base, Path(adapter))
     out = Path(out)
-    files.require_apart(out, model.path, tuned.path)
-    plans = plan_weights(model, tuned)
+    files.require_apart(out, model.path, trained.path)
+    plans = plan_weights(model, trained)
     if onto == "dequantized":
         settings = FOUR_BIT | dict(quantization or {})
         for name in plans.keys() & quantized_weights(model.path):
@@ -121,7 +121,7 @@ def merge_adapter(
     about: dict[str, Any] = {  # the same on every machine
         "base": model.name,
         "base_mark": model_folder.weights_fingerprint(model),
-        "adapter": _adapter_fingerprint(tuned.path),
+        "adapter": _adapter_fingerprint(trained.path),
         "dtype": dtype,
         "onto": onto,
     }
@@ -138,7 +138,7 @@ def merge_adapter(
         merged=changed,
         copied=len(plans) - changed,
         bytes=_size_bytes(plans, dtype),
-        untied=unties_head(model, tuned),
+        untied=unties_head(model, trained),
     )
     if files.stamp(out) == about:
         return replace(report, reused=True)
@@ -148,7 +148,7 @@ def merge_adapter(
             tr("{folder} holds another model, or an adapter.", folder=out),
             todo=tr("Name another folder as the last argument; --replace replaces a model."),
         )
-    return _write_model(model, plans, report, about, tuned.path)
+    return _write_model(model, plans, report, about, trained.path)
 
 
 def _open_both(base: str | Path, adapter: Path) -> tuple[ModelFolder, ModelFolder]:
@@ -273,7 +273,11 @@ def write_shard(file: Path, plans: Plans, report: MergeReport, progress: Callabl
     for name, plan in plans.items():
         source = plan.source
         end = offset + source.bytes_as(report.dtype)
-        entries[name] = {"dtype": source.code_as(report.dtype), "shape": source.shape, "data_offsets": [offset, end]}
+        entries[name] = {
+            "dtype": source.code_as(report.dtype),
+            "shape": source.shape,
+            "data_offsets": [offset, end],
+        }
         offset = end
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
@@ -327,8 +331,8 @@ def prove(base: str | Path, adapter: Path, folder: Path, *, onto: str = "full") 
     model = open_base(base)
     merged = open_base(folder).weights
     plans = plan_weights(model, open_adapter(adapter))
-    whole = quantized_weights(model.path) if onto == "dequantized" else set()
-    compared = {name: plan for name, plan in plans.items() if name not in whole}
+    only_whole = quantized_weights(model.path) if onto == "dequantized" else set()
+    compared = {name: plan for name, plan in plans.items() if name not in only_whole}
     different = sorted(plans.keys() ^ merged.keys())
     different = different or [name for name, plan in compared.items() if not _rows_agree(plan, merged[name])]
     if different:
@@ -341,8 +345,8 @@ def prove(base: str | Path, adapter: Path, folder: Path, *, onto: str = "full") 
         compared=len(compared),
         changed=sum(plan.is_tuned for plan in compared.values()),
     )
-    if whole:
-        text += tr("; {count} can only be computed whole and were left out", count=len(whole))
+    if only_whole:
+        text += tr("; {count} can only be computed whole and were left out", count=len(only_whole))
     return text
 
 
@@ -357,10 +361,10 @@ def _rows_agree(plan: WeightPlan, written: StoredTensor) -> bool:
     apply = plan.update.load("cpu") if plan.update else None
     blocks = list(split_rows(written.rows, MIN_ROWS))
     for rows in (blocks[0], blocks[-1]):
-        found = written.tensor(rows)
+        actual = written.tensor(rows)
         expected = compute_rows(plan, apply, FLOATS[written.dtype], rows)
-        step = torch.finfo(found.dtype).eps
+        step = torch.finfo(actual.dtype).eps
         noise = step * 1e-3 * expected.double().abs().mean()
-        if not torch.allclose(found.double(), expected.double(), rtol=TOLERANCE * step, atol=float(noise)):
+        if not torch.allclose(actual.double(), expected.double(), rtol=TOLERANCE * step, atol=float(noise)):
             return False
     return True

@@ -113,23 +113,23 @@ def init_changes_base(config: Mapping[str, Any]) -> bool:
 
 def _add_adapter(plans: dict[str, WeightPlan], adapter: ModelFolder) -> None:
     """Give each weight what the adapter has for it; a tensor that fits no weight is refused."""
-    left = {_bare_key(key): tensor for key, tensor in adapter.weights.items()}
+    unused = {_bare_key(key): tensor for key, tensor in adapter.weights.items()}
     for name, plan in plans.items():
         shape = plan.source.shape
-        if name in left and left[name].shape == shape:
-            plan = replace(plan, source=left.pop(name), replaced=True)
+        if name in unused and unused[name].shape == shape:
+            plan = replace(plan, source=unused.pop(name), replaced=True)
         module = name.removesuffix(".weight")
-        a = left.get(f"{module}.lora_A")
-        b = left.get(f"{module}.lora_B")
+        a = unused.get(f"{module}.lora_A")
+        b = unused.get(f"{module}.lora_B")
         if a and b and a.rows == adapter.config["r"] and (b.rows, a.shape[-1]) == shape:
-            magnitude = left.pop(f"{module}.lora_magnitude_vector", None)
+            magnitude = unused.pop(f"{module}.lora_magnitude_vector", None)
             plan = replace(plan, update=LoraUpdate(b, a, _scale_of(adapter.config), magnitude))
-            del left[f"{module}.lora_A"], left[f"{module}.lora_B"]
+            del unused[f"{module}.lora_A"], unused[f"{module}.lora_B"]
         plans[name] = plan
-    if left:
-        key = min(left)
+    if unused:
+        key = min(unused)
         raise CourseError(
-            tr("The adapter's {key}, of shape {shape}, fits no weight of the base.", key=key, shape=left[key].shape),
+            tr("The adapter's {key}, of shape {shape}, fits no weight of the base.", key=key, shape=unused[key].shape),
             todo=tr(
                 "Use the base that adapter_config.json names, with its embeddings resized as before training; save "
                 "the adapter again if a part is missing; merge a LoRA on an embedding with PEFT's merge_and_unload."

@@ -99,8 +99,8 @@ def _is_present(proof: str) -> bool:
     if proof.startswith("/"):
         return os.path.exists(fs_root() / proof[1:])  # `Path.exists` raises where this user may not look
     name, _, value = proof.partition("=")
-    given = os.environ.get(name, "")
-    return given == value if value else bool(given)
+    actual = os.environ.get(name, "")
+    return actual == value if value else bool(actual)
 
 
 def in_kernel() -> bool:
@@ -270,10 +270,10 @@ def folders(platform: Platform) -> Folders:
 
 def _chosen_home(platform: Platform) -> Path | None:
     """The folder in NBUTILS_HOME; not one on Drive that is not mounted: made there, it would keep Drive from it."""
-    given = os.environ.get("NBUTILS_HOME")
-    if not given:
+    folder = os.environ.get("NBUTILS_HOME")
+    if not folder:
         return None
-    home = Path(given).expanduser().absolute()
+    home = Path(folder).expanduser().absolute()
     on_drive = platform.name == "colab" and home.is_relative_to(fs_root() / MOUNT_POINT)
     return None if on_drive and not drive_mounted() else home
 
@@ -289,8 +289,10 @@ def cannot_write(folder: Path) -> str:
 
 def use_model_cache(platform: Platform, places: Folders) -> str:
     """Move the download cache off a small system disk, before huggingface_hub is imported; says what was done."""
-    is_set = any(os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"))
-    if not platform.entry.cache or is_set or any(Path.home().glob(".cache/huggingface/hub/models--*")):
+    variables = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+    if not platform.entry.cache or any(os.environ.get(name) for name in variables):
+        return ""
+    if any(Path.home().glob(".cache/huggingface/hub/models--*")):
         return ""
     disk = places.work if platform.entry.cache == "work" else places.scratch
     os.environ["HF_HUB_CACHE"] = str(disk / "huggingface")
