@@ -242,7 +242,8 @@ def stores(folders: platforms.Folders, run: str) -> list[Path]:
     if (own / BEGAN_ANEW).exists():  # after RESUME="never" or a chosen step, other places no longer count
         return [own]
     places = [own]
-    places += [earlier / run / CHECKPOINTS for earlier in folders.earlier]
+    for earlier in folders.earlier:
+        places.append(earlier / run / CHECKPOINTS)
     return places + platforms.find_inputs(folders.inputs, f"{run}/{CHECKPOINTS}")
 
 
@@ -270,11 +271,6 @@ def newest_first(stores: Iterable[Path]) -> list[StoredCheckpoint]:
     """The checkpoints of all stores; equal steps stay in the order of the stores."""
     kept = [checkpoint for store in stores for checkpoint in _with_retries(look, store, store)]
     return sorted(kept, key=lambda checkpoint: checkpoint.step, reverse=True)
-
-
-def newest(folders: platforms.Folders, run: str) -> StoredCheckpoint | None:
-    """The newest checkpoint of a run, verified or not."""
-    return next(iter(newest_first(stores(folders, run))), None)
 
 
 def newest_verified(

@@ -13,10 +13,13 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
 from nbutils.language import tr
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 DISTRIBUTION = "nbutils-finetune-course"  # on the package registry, `nbutils` is another project
 PACKAGE = Path(__file__).resolve().parent
@@ -191,6 +194,16 @@ def remove_left(folder: Path, pattern: str) -> None:
         with suppress(CourseError, OSError), held(left) as locked:
             if locked:
                 remove(left)
+
+
+def lock(path: Path, timeout: float = -1) -> BaseFileLock:
+    """A lock for `with` or `acquire`, free once this process is gone; on a disk without locks, a file beside it."""
+    from filelock import FileLock, SoftFileLock
+
+    with tempfile.NamedTemporaryFile(dir=path.parent) as probe, held(Path(probe.name)) as locked:
+        if locked:
+            return FileLock(path, timeout=timeout)
+    return SoftFileLock(path.with_suffix(".held"), timeout=timeout)
 
 
 def require_apart(target: Path, *sources: Path) -> None:

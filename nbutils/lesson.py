@@ -111,7 +111,8 @@ class Lesson:
         """The profile for these rows; a run that has begun keeps the rows of its steps and of its validation."""
         newest = None
         if distributed.is_main() and self.parameters.get("RESUME") != "never":
-            newest = checkpoints.newest(self.folders, self.run.name)
+            kept = checkpoints.newest_first(checkpoints.stores(self.folders, self.run.name))
+            newest = kept[0] if kept else None
         newest = distributed.broadcast(newest)
         if newest is None:
             return profiles.fit(self.resolved, rows)

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import quote
 
-from filelock import FileLock
 from pydantic import Field
 from tqdm import tqdm
 
@@ -411,7 +410,7 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
         bar.update(count)
 
     files.make_folder(folder, model)
-    with FileLock(folder / ".download.lock"):
+    with files.lock(folder / ".download.lock"):
         total = sum(file.size for file in listed)
         here = sum(file.bytes_here for file in listed)
         print(

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from nbutils import disk, files, platforms, processes
 from nbutils.environments import installer
 from nbutils.errors import CourseError
@@ -65,7 +63,7 @@ def ensure(spec: EnvironmentSpec, folder: Path) -> Path:
     files.require_own(folder)
     if not is_ready(folder, spec):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f"{folder.name}.lock")):
+        with files.lock(folder.with_name(f"{folder.name}.lock")):
             if not is_ready(folder, spec):  # no other process has built it meanwhile
                 _build(spec, folder)
     return folder / "bin" / "python"

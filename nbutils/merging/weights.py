@@ -100,7 +100,6 @@ def _require_mergeable(adapter: ModelFolder) -> None:
     if problems:
         raise CourseError(
             tr("{folder} uses {kind}, which cannot be merged here.", folder=adapter.path, kind=problems[0]),
-            allowed=tr("LoRA, rsLoRA and DoRA, with modules_to_save"),
             todo=tr("Merge it with PEFT's merge_and_unload on a machine with enough memory, or serve it unmerged."),
         )
 

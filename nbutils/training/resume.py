@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import BaseFileLock, Timeout
 
 from nbutils import checkpoints, distributed, files, platforms
 from nbutils.checkpoints import StoredCheckpoint
@@ -76,7 +76,7 @@ def resume_point(run: RunFolder, folders: platforms.Folders, fingerprint: dict[s
 def _lock_run(scratch: Path) -> None:
     """Keep the run for this process until it ends: a second trainer would delete the files of this one."""
     try:
-        _LOCKS[scratch] = _LOCKS.get(scratch) or FileLock(scratch / "training.lock", timeout=0)
+        _LOCKS[scratch] = _LOCKS.get(scratch) or files.lock(scratch / "training.lock", timeout=0)
         _LOCKS[scratch].acquire()
     except Timeout:
         raise CourseError(
