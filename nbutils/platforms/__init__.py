@@ -313,7 +313,7 @@ def find_input(inputs: Path | None, name: str) -> Path | None:
     if len(paths) > 1:
         places = ", ".join(map(str, paths))
         raise CourseError(
-            tr("{name!r} was found {count} times: {places}.", name=name, count=len(paths), places=places),
+            tr("{name!r} was found several times: {places}.", name=name, places=places),
             todo=tr("Write more of the path in front of it, or the whole path."),
         )
     return paths[0] if paths else None
