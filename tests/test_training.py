@@ -975,7 +975,7 @@ def test_a_resumed_run_validates_as_it_began_to_and_counts_the_time_of_all_sessi
     callback.live.price = {"$": 3600.0}
     resumed = run.train(trainer, callback)
     assert trainer.diary.saved == [4, 6, 8, 9]
-    began = checkpoints.newest(demo.folders, demo.run.name)
+    [began, *_] = checkpoints.look(demo.run.checkpoints)
     assert began.validation_rows == demo.profile.course.validation_rows > 0
     assert [step for step, _ in resumed.history["validation"]] == [0, 4, 8, 9], "as if it had not been stopped"
     facts = resumed.facts()
