@@ -19,14 +19,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import tenacity
 from pydantic import BaseModel, Field
 
-from nbutils import display, former_names, platforms
+from nbutils import former_names, platforms
 from nbutils.config import flat
 from nbutils.disk import folder_gib, free_gib
 from nbutils.errors import CourseError
@@ -41,8 +40,7 @@ STATE = "trainer_state.json"  # in a checkpoint folder
 CHECKPOINTS = "checkpoints"
 BEGAN_ANEW = "began_anew.txt"
 RETRY_SECONDS = 1.0  # before a disk that gave an error is read again; then three and nine times as long
-FIRST_PAUSE = 1.0  # before the copy of a checkpoint is tried again
-LONGEST_PAUSE = 60.0
+PAUSE = 20.0  # before the copy of a checkpoint is tried again
 THREAD_NAME = "checkpoint-sync"
 _RUNNING: dict[Path, CheckpointSync] = {}  # by outbox
 Fingerprint = dict[str, Any]
@@ -169,15 +167,13 @@ def read_manifest(path: Path) -> StoredCheckpoint:
     except (AttributeError, KeyError, TypeError) as problem:  # of no version of the course
         raise ValueError("it is no manifest of this course") from problem
     checkpoint = StoredCheckpoint.model_validate(content | {"archive": path.with_suffix(".tar")})
-    if path.stem != f"checkpoint-{checkpoint.step}" or not NAME.fullmatch(path.stem):
+    if path.stem != f"checkpoint-{checkpoint.step}":
         raise ValueError(f"it belongs to step {checkpoint.step}")
     return checkpoint
 
 
 def defect(checkpoint: StoredCheckpoint, thorough: bool = True) -> str | None:
     """Why a checkpoint cannot be trusted, None if it can; `thorough` also reads it, with OSError if the disk fails."""
-    if not checkpoint.sha256:
-        return tr("its manifest is missing or cannot be used, so its copy was never finished")
     try:
         status = checkpoint.archive.stat()
     except FileNotFoundError:
@@ -248,23 +244,15 @@ def stores(folders: platforms.Folders, run: str) -> list[Path]:
     places = [own]
     for earlier in folders.earlier:
         places.append(earlier / run / CHECKPOINTS)
-    places += platforms.find_inputs(folders.inputs, f"{run}/{CHECKPOINTS}")
-    return list(dict.fromkeys(places))
+    return places + platforms.find_inputs(folders.inputs, f"{run}/{CHECKPOINTS}")
 
 
 def look(store: Path) -> list[StoredCheckpoint]:
-    """The checkpoints of a store that have a manifest, newest first."""
-    return [checkpoint for checkpoint in candidates(store) if checkpoint.sha256]
-
-
-def candidates(store: Path) -> list[StoredCheckpoint]:
-    """The checkpoints of a store, also without a manifest, newest first; OSError if the disk fails."""
+    """The checkpoints of a store, newest first; OSError if the disk fails."""
     kept = []
     for archive in _archives_in(store):
-        try:
+        with suppress(ValueError, FileNotFoundError):  # without a usable manifest its copy was never finished
             kept.append(read_manifest(archive.with_suffix(".json")))
-        except (ValueError, FileNotFoundError):  # its copy was never finished; `defect` says so
-            kept.append(StoredCheckpoint(archive=archive, step=step_of(archive), size=0, sha256="", fingerprint={}))
     return sorted(kept, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
@@ -280,36 +268,28 @@ def _archives_in(store: Path) -> set[Path]:
 
 
 def newest_first(stores: Iterable[Path]) -> list[StoredCheckpoint]:
-    """The checkpoints of all stores, also without a manifest; equal steps stay in the order of the stores."""
-    kept = [checkpoint for store in stores for checkpoint in _with_retries(candidates, store, store)]
+    """The checkpoints of all stores; equal steps stay in the order of the stores."""
+    kept = [checkpoint for store in stores for checkpoint in _with_retries(look, store, store)]
     return sorted(kept, key=lambda checkpoint: checkpoint.step, reverse=True)
-
-
-def newest(folders: platforms.Folders, run: str) -> StoredCheckpoint | None:
-    """The newest checkpoint of a run that has a manifest, verified or not."""
-    for checkpoint in newest_first(stores(folders, run)):
-        if checkpoint.sha256:
-            return checkpoint
-    return None
 
 
 def newest_verified(
     stores: Sequence[Path], fingerprint: Fingerprint, step: int | None = None
 ) -> StoredCheckpoint | None:
-    """The newest checkpoint of this training that verifies, or that of `step`; an error if only other trainings' do."""
+    """The newest checkpoint of this training that verifies, or that of `step`; an error if only others' are left."""
     kept = newest_first(stores)
-    own = [checkpoint for checkpoint in kept if checkpoint.fingerprint in (fingerprint, {})]  # or not known
+    own = [checkpoint for checkpoint in kept if checkpoint.fingerprint == fingerprint]
     best = first_verified(own, step)
     if best is not None:
         return best
-    if step is not None and (not kept or any(checkpoint.sha256 for checkpoint in own)):
+    others = [checkpoint for checkpoint in kept if checkpoint.fingerprint != fingerprint]
+    if step is not None and (own or not others):
         raise _step_missing(step, own)
-    other = first_verified([checkpoint for checkpoint in kept if checkpoint not in own])
-    if other is not None:
+    if others:
         raise CourseError(
             tr(
                 "The checkpoints in this run are of another training ({differences}).",
-                differences=_differences(flat(other.fingerprint), flat(fingerprint)),
+                differences=_differences(flat(others[0].fingerprint), flat(fingerprint)),
             ),
             todo=tr(
                 "Choose another RUN_NAME, set what differs back to what was kept (SET), or start this run "
@@ -320,19 +300,13 @@ def newest_verified(
 
 
 def _differences(kept: dict[str, Any], requested: dict[str, Any]) -> str:
-    lines = []
-    for name in sorted(kept.keys() | requested.keys()):
-        before = kept.get(name)
-        now = requested.get(name)
-        if before != now:
-            lines.append(tr("{name}: kept {kept!r}, requested {asked!r}", name=name, kept=before, asked=now))
+    names = sorted(kept.keys() | requested.keys())
+    lines = [
+        tr("{name}: kept {kept!r}, requested {asked!r}", name=name, kept=kept.get(name), asked=requested.get(name))
+        for name in names
+        if kept.get(name) != requested.get(name)
+    ]
     return joined(lines, ";")
-
-
-def verified_at(stores: Iterable[Path], fingerprint: Fingerprint, step: int) -> StoredCheckpoint | None:
-    """The checkpoint of a step of this training, if one verifies."""
-    kept = newest_first(stores)
-    return first_verified([checkpoint for checkpoint in kept if checkpoint.fingerprint == fingerprint], step)
 
 
 def first_verified(checkpoints: Iterable[StoredCheckpoint], step: int | None = None) -> StoredCheckpoint | None:
@@ -397,64 +371,52 @@ def require_step(folders: platforms.Folders, run: str, resume: str) -> None:
         return
     step = int(resume)
     kept = newest_first(stores(folders, run))
-    if not any(checkpoint.step == step and checkpoint.sha256 for checkpoint in kept):
+    if not any(checkpoint.step == step for checkpoint in kept):
         raise _step_missing(step, kept)
 
 
 def _step_missing(step: int | None, kept: Iterable[StoredCheckpoint]) -> CourseError:
-    requested = tr("any step") if step is None else tr("step {step}", step=step)
-    steps = sorted({checkpoint.step for checkpoint in kept if checkpoint.step != step and checkpoint.sha256})
+    steps = sorted({str(checkpoint.step) for checkpoint in kept if checkpoint.step != step}, key=int)
     return CourseError(
-        tr("This run has no complete checkpoint of {requested}.", requested=requested),
-        allowed=tr("a step among: {steps}", steps=", ".join(map(str, steps)) or tr("none")),
+        tr("This run has no complete checkpoint of step {step}.", step="*" if step is None else step),
         todo=tr(
-            'Set RESUME (or --step) to one of these steps, or RESUME to "auto". `python -m nbutils '
-            "checkpoints verify RUN` checks them all."
+            'Set RESUME (or --step) to one of: {steps}; or RESUME to "auto".',
+            steps=", ".join(steps) or tr("none"),
         ),
     )
 
 
-@dataclass(frozen=True)
-class Line:
-    """A row of `checkpoints list`."""
-
-    checkpoint: StoredCheckpoint
-    problem: str | None
-
-    def row(self, thorough: bool) -> dict[str, Any]:
-        """The row, for people."""
-        archive = self.checkpoint.archive
-        manifest = archive.with_suffix(".json")
-        file = manifest if manifest.exists() else archive
-        written = datetime.fromtimestamp(file.stat().st_mtime)
-        return {
-            tr("step"): self.checkpoint.step,
-            tr("size"): f"{self.checkpoint.size / 2**20:,.1f} MiB",
-            tr("kept at"): f"{written:%Y-%m-%d %H:%M}",
-            tr("verified") if thorough else tr("size and manifest"): self.problem or tr("whole"),
-            tr("where"): archive.parent,
-        }
-
-
-def listing(run: str, thorough: bool) -> list[Line]:
-    """Every checkpoint of a run (its name, or the path of its folder), newest first."""
-    return [Line(checkpoint, defect(checkpoint, thorough)) for checkpoint in newest_first(_stores_of(run))]
+def listing(run: str, thorough: bool) -> tuple[list[dict[str, Any]], bool]:
+    """A row for each checkpoint of a run (its name, or the path of its folder); whether there are some, all whole."""
+    rows = []
+    whole = True
+    for checkpoint in newest_first(_stores_of(run)):
+        problem = defect(checkpoint, thorough)
+        whole = whole and problem is None
+        rows.append(
+            {
+                tr("step"): checkpoint.step,
+                tr("size"): f"{checkpoint.size / 2**20:,.1f} MiB",
+                tr("state"): problem or tr("whole"),
+                tr("where"): checkpoint.archive.parent,
+            }
+        )
+    return rows, whole and bool(rows)
 
 
 def _stores_of(run: str) -> list[Path]:
     """The stores of a run that exist."""
+    given = Path(run).expanduser() / CHECKPOINTS
+    if given.is_dir():
+        return [given]
     folders = platforms.folders(platforms.detect())
-    places = [Path(run).expanduser() / CHECKPOINTS]
-    if not places[0].is_dir():
-        places = [place for place in stores(folders, Path(run).name) if place.is_dir()]
-    if places:
-        return places
-    known = sorted(path.parent.name for path in folders.keep.glob(f"*/{CHECKPOINTS}"))
-    raise CourseError(
-        tr("There is no run {run!r} with checkpoints in {folder}.", run=run, folder=folders.keep),
-        allowed=", ".join(known) or tr("none yet"),
-        todo=tr("Name one of these, give the path of a run folder, or set NBUTILS_HOME to the folder of your runs."),
-    )
+    places = [place for place in stores(folders, run) if place.is_dir()]
+    if not places:
+        raise CourseError(
+            tr("There is no run {run!r} with checkpoints in {folder}.", run=run, folder=folders.keep),
+            todo=tr("Name a run there, give the path of a run folder, or set NBUTILS_HOME to the folder of your runs."),
+        )
+    return places
 
 
 def restore(run: str, target: Path | None, step: int | None) -> Path:
@@ -489,7 +451,6 @@ class CheckpointSync:
 
     def __post_init__(self) -> None:
         self._messages: list[str] = []
-        self._pause = FIRST_PAUSE
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self.outbox.mkdir(parents=True, exist_ok=True)
@@ -513,10 +474,7 @@ class CheckpointSync:
 
     def messages(self) -> list[str]:
         """Lines for the learner since the last call."""
-        lines = []
-        while self._messages:  # the thread may append meanwhile
-            lines.append(self._messages.pop(0))
-        return lines
+        return [self._messages.pop(0) for _ in range(len(self._messages))]  # the thread may append meanwhile
 
     @property
     def waiting(self) -> Path | None:
@@ -525,11 +483,9 @@ class CheckpointSync:
 
     def finish(self, patience: float = 600.0) -> StoredCheckpoint | None:
         """Wait until the newest checkpoint is in the run folder, and show that; an error after `patience` seconds."""
-        self._pause = FIRST_PAUSE
         self._wake.set()
-        output = display.LiveOutput(most_lines=1)
         started = time.monotonic()
-        shown = 0
+        announced = False
         while folder := self.waiting:
             waited = time.monotonic() - started
             if waited > patience:
@@ -545,16 +501,11 @@ class CheckpointSync:
                         path=folder,
                     ),
                 )
-            if int(waited) > shown:
-                shown = int(waited)
-                text = tr(
-                    "copying checkpoint {step} to {folder}: {seconds} s. {problem}",
-                    step=step_of(folder),
-                    folder=self.keep,
-                    seconds=shown,
-                    problem=self.problem or "",
+            if waited > 1 and not announced:
+                announced = True
+                print(
+                    tr("copying checkpoint {step} to {folder} ...", step=step_of(folder), folder=self.keep), flush=True
                 )
-                output.show(text)
             time.sleep(0.05)
         with suppress(OSError):  # the checkpoint is safe; logs are no reason for an error
             self._copy_logs()
@@ -564,14 +515,12 @@ class CheckpointSync:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self._wake.wait(self._pause if self.problem else None)
+            self._wake.wait(PAUSE if self.problem else None)
             self._wake.clear()
             try:
                 self._sync()
-                self._pause = FIRST_PAUSE
             except Exception as problem:  # whatever it is, training goes on
-                reason = getattr(problem, "strerror", None) or problem
-                text = f"{reason} ({type(problem).__name__})"
+                text = f"{type(problem).__name__}: {problem}"
                 if self.problem is None:
                     warning = tr(
                         "[WARN] a checkpoint could not be copied to {folder}: {problem}. Training goes on; the copy is "
@@ -581,7 +530,6 @@ class CheckpointSync:
                     )
                     self._messages.append(warning)
                 self.problem = text
-                self._pause = min(self._pause * 2, LONGEST_PAUSE)
 
     def _sync(self) -> None:
         """Pack the newest folder into the run folder, prune there, copy the logs."""
@@ -590,12 +538,9 @@ class CheckpointSync:
             best = read_object(folder / STATE).get("best_global_step")
             kept = self._pack(folder)
             self.seconds = time.monotonic() - started
-            size = kept.size / 2**20
             self._messages.append(
-                tr("checkpoint {step} is kept ({size:,.1f} MiB, verified)", step=kept.step, size=size)
+                tr("checkpoint {step} is kept ({size:,.1f} MiB, verified)", step=kept.step, size=kept.size / 2**20)
             )
-            if self.problem:
-                self._messages.append(tr("copying works again"))
             self.kept = kept
             self.problem = None
             best_folder = self.outbox / f"checkpoint-{best}"
@@ -612,38 +557,21 @@ class CheckpointSync:
         self.check()
         self.keep.mkdir(exist_ok=True)  # not its parents: if the run folder is gone, so is the disk
         with suppress(FileNotFoundError, ValueError):
-            there = read_manifest(self.keep / f"{folder.name}.json")
-            if there.fingerprint == self.fingerprint and defect(there) is None:
-                return there  # a whole one is never overwritten
-        free = free_gib(self.keep)
-        size = folder_gib(folder)
-        if free < size:
-            raise OSError(errno.ENOSPC, tr("{size:.2f} GiB needed, {free:.2f} GiB free", size=size, free=free))
+            earlier = read_manifest(self.keep / f"{folder.name}.json")
+            if earlier.fingerprint == self.fingerprint and defect(earlier) is None:
+                return earlier  # a whole one is never overwritten
+        if free_gib(self.keep) < folder_gib(folder):  # on Kaggle the disk has more than is saved
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pack(folder, self.keep, self.fingerprint, self.validation_rows, self._stopped.is_set)
 
     def _copy_logs(self) -> None:
-        """Copy what is new, folders before what is in them: no parents are made where a mount was."""
+        """Copy the logs; no parents are made where a mount was."""
         if self.logs is None:
             return
         self.check()
         source, target = self.logs
         target.mkdir(exist_ok=True)
-        for path in sorted(source.rglob("*")):
-            copied = target / path.relative_to(source)
-            if path.is_symlink():
-                continue
-            if path.is_dir():
-                copied.mkdir(exist_ok=True)
-            elif not _is_current(copied, path):
-                shutil.copyfile(path, copied)
-
-
-def _is_current(copied: Path, file: Path) -> bool:
-    if not copied.exists():
-        return False
-    there = copied.stat()
-    here = file.stat()
-    return there.st_size == here.st_size and there.st_mtime >= here.st_mtime
+        shutil.copytree(source, target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
 
 
 def _link(source: str, target: str) -> None:

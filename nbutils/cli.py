@@ -124,12 +124,12 @@ def fetch_files(model: str, data: str, profile: str) -> None:
 
 @app.command("notice")
 def send_test_notice() -> None:
-    """Send a test notice to where NBUTILS_NOTICE_URL or AUTODL_TOKEN leads. Exit status 1 if none was taken."""
+    """Send a test notice to where NBUTILS_NOTICE_URL or AUTODL_TOKEN leads. Exit status 1 if none was sent."""
     from nbutils import notices, platforms
 
     platforms.prepare_network(platforms.detect(), probe=False)
     service = notices.send(tr("nbutils: a test notice"), tr("Notices of this course arrive here."), "test", "test")
-    print(tr("Notice sent to {service}.", service=service))
+    print(tr("Notice sent to {service}. See whether it has arrived there.", service=service))
 
 
 @app.command("install")
@@ -182,12 +182,9 @@ def of_a_run() -> None:
 
 def _show_checkpoints(run: str, thorough: bool) -> bool:
     """Print them; whether there are some, and all are sound."""
-    lines = checkpoints.listing(run, thorough)
-    rows = [line.row(thorough) for line in lines]
-    table = display.aligned(rows)
-    print(table or tr("no checkpoint yet"))
-    damaged = any(line.problem for line in lines)
-    return bool(lines) and not damaged
+    rows, whole = checkpoints.listing(run, thorough)
+    print(display.aligned(rows) or tr("no checkpoint yet"))
+    return whole
 
 
 @of_a_run.command("list")
@@ -349,7 +346,7 @@ def push(folder: Path, to: str, public: bool) -> None:
 
 @app.command()
 @argument("base")
-@argument("adapter", nargs=-1, required=True, type=FILE)
+@argument("adapter", type=FILE)
 @argument("out", type=FILE)
 @option("--dtype", type=DTYPES, default="auto", help="float32, float16, bfloat16, or auto: the base's own.")
 @option("--onto", type=ONTO, default="full", help="full, or dequantized: the base as 4-bit training saw it.")
@@ -357,11 +354,11 @@ def push(folder: Path, to: str, public: bool) -> None:
     "--device", type=DEVICES, default="cpu", help="cpu needs no more than some hundred MB; cuda computes on the GPU."
 )
 @option("--replace", "replace_other", is_flag=True, help="Replace another model of this course that is in OUT.")
-def merge(base: str, adapter: tuple[Path, ...], out: Path, **options: Any) -> None:
-    """Merge ADAPTER (or several) into BASE, named as MODEL in the lessons, and write the result to OUT, in shards."""
+def merge(base: str, adapter: Path, out: Path, **options: Any) -> None:
+    """Merge ADAPTER into BASE, named as MODEL in the lessons, and write the result to OUT, in shards."""
     from nbutils import fetch, merging
 
-    print(merging.merge_adapter(fetch.find_model(base), list(adapter), out, **options))
+    print(merging.merge_adapter(fetch.find_model(base), adapter, out, **options))
 
 
 def _translate(command: click.Command) -> None:

@@ -16,10 +16,7 @@ FEWEST_FILES = 300  # a run, its checkpoints and its caches need about this many
 
 def nearest(folder: Path) -> Path:
     """The folder, or its nearest parent that exists."""
-    for place in (folder, *folder.absolute().parents):
-        if place.exists():
-            return place
-    return Path("/")
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
 def free_gib(folder: Path) -> float:
@@ -46,11 +43,12 @@ def require_disk(folder: Path, gib: float, purpose: str) -> None:
     if free < gib:
         raise CourseError(
             tr(
-                "Not enough disk space in {folder}: {purpose} needs {needed}, and only {free} is free.",
+                "Not enough disk space in {folder}: {purpose} needs {needed:.2f} GiB, and only {free:.2f} GiB "
+                "are free.",
                 purpose=purpose,
                 folder=folder,
-                needed=_size(gib),
-                free=_size(free),
+                needed=gib,
+                free=free,
             ),
             todo=tr("Delete old runs or caches there, or set NBUTILS_HOME to a folder on a larger disk."),
         )
@@ -64,18 +62,8 @@ def require_disk(folder: Path, gib: float, purpose: str) -> None:
                 folder=folder,
                 files=files,
             ),
-            allowed=tr(
-                "a disk that takes at least {fewest} more files (AutoDL's file storage ends at about 200,000)",
-                fewest=FEWEST_FILES,
-            ),
             todo=tr("Delete folders with many small files there, or set NBUTILS_HOME to a folder on another disk."),
         )
-
-
-def _size(gib: float) -> str:
-    if 0 < gib < 0.1:
-        return f"{1024 * gib:.1f} MiB"
-    return f"{gib:.1f} GiB"
 
 
 def folder_gib(folder: Path) -> float:

@@ -130,8 +130,8 @@ def _values(platform: Platform, folders: Folders) -> Facts:
         "limits": {
             "hours": platform.entry.hours or None,
             "hours_left": _hours_left(platform),
-            "processors": round(platforms.processors().value, 2),
-            "memory_gib": round(platforms.memory_gib().value, 2),
+            "processors": round(platforms.processors(), 2),
+            "memory_gib": round(platforms.memory_gib(), 2),
         },
     }
 
@@ -157,8 +157,8 @@ def check_machine(platform: Platform, folders: Folders) -> Iterator[Check]:
         )
     memory = platforms.memory_gib()
     todo = tr("prepare data here; to train, start a machine with a GPU and at least 8 GiB of memory")
-    seen = tr("{size:.1f} GiB, {count:g} processors", size=memory.value, count=round(platforms.processors().value, 2))
-    yield Check("memory", seen, todo if memory.value < 4 else "")
+    seen = tr("{size:.1f} GiB, {count:g} processors", size=memory, count=round(platforms.processors(), 2))
+    yield Check("memory", seen, todo if memory < 4 else "")
     left = _hours_left(platform)
     if left is not None:
         todo = tr("start a new machine before a long training; a run that began here is continued there")

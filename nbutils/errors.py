@@ -1,5 +1,7 @@
 """The errors the course raises for what a learner can fix; a notebook shows their message without a traceback."""
 
+from collections.abc import Iterable
+
 from nbutils.language import printable, tr
 from nbutils.masking import mask_secrets
 
@@ -28,6 +30,15 @@ class CourseError(Exception):
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows instead of a traceback: the message is all a learner needs."""
         return [f"[FAIL] {self}"]
+
+
+def require_choice(name: str, value: str, allowed: Iterable[str]) -> None:
+    """Refuse a value that is none of those allowed."""
+    if value not in allowed:
+        raise CourseError(
+            tr("{name} is {value!r}.", name=name, value=value),
+            todo=tr("Choose one of: {allowed}.", allowed=", ".join(allowed)),
+        )
 
 
 class DownloadFailed(CourseError):

@@ -113,11 +113,10 @@ def partial_of(target: Path) -> Path:
 
 
 @contextmanager
-def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -> Iterator[Path]:
+def complete_folder(target: Path, about: dict[str, Any]) -> Iterator[Path]:
     """A folder to write into that becomes `target` only when the block ends without an error.
 
     The stamp is written last: `about`, which says what the folder was made from, and the size of every file.
-    With `resume` the block finds what an interrupted one left, and must check what of it is complete.
     An existing target is replaced only if it was made this way and holds nothing else.
     """
     target = target.absolute()
@@ -131,9 +130,8 @@ def complete_folder(target: Path, about: dict[str, Any], resume: bool = False) -
         _require_folder(replaced)
         if replaced.exists() and not target.exists():  # a process was killed between two renames
             os.replace(replaced, target)
-        if not resume:
-            for path in partial.iterdir():
-                remove(path)
+        for path in partial.iterdir():  # an interrupted block left it
+            remove(path)
         yield partial
         for path in partial.rglob("*"):
             if path.is_file():
@@ -163,26 +161,23 @@ def held(path: Path) -> Iterator[bool]:
     if sys.platform == "win32":  # only `data check` comes here
         yield False
         return
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        yield _take_lock(descriptor, path)
-    finally:
-        os.close(descriptor)
-
-
-def _take_lock(descriptor: int, path: Path) -> bool:
     import fcntl
 
+    locked = True
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as problem:
-        raise CourseError(
-            tr("Another process is writing {folder}.", folder=path),
-            todo=tr("Wait until it is done, or stop it."),
-        ) from problem
-    except OSError:
-        return False
-    return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as problem:
+            raise CourseError(
+                tr("Another process is writing {folder}.", folder=path),
+                todo=tr("Wait until it is done, or stop it."),
+            ) from problem
+        except OSError:
+            locked = False
+        yield locked
+    finally:
+        os.close(descriptor)
 
 
 def remove(path: Path) -> None:
@@ -202,18 +197,13 @@ def remove_left(folder: Path, pattern: str) -> None:
 
 
 def lock(path: Path, timeout: float = -1) -> BaseFileLock:
-    """A lock for `with` or `acquire`, free again when this process is gone.
-
-    On a disk without locks, such as some NFS, a file with the name of its holder stands for one.
-    """
+    """A lock for `with` or `acquire`, free once this process is gone; on a disk without locks, a file beside it."""
     from filelock import FileLock, SoftFileLock
 
     with tempfile.NamedTemporaryFile(dir=path.parent) as probe, held(Path(probe.name)) as locked:
         if locked:
             return FileLock(path, timeout=timeout)
-    path = path.with_suffix(".held")
-    print(tr("[WARN] This disk has no locks: {file} stands for one. If its machine is lost, delete it.", file=path))
-    return SoftFileLock(path, timeout=timeout)
+    return SoftFileLock(path.with_suffix(".held"), timeout=timeout)
 
 
 def require_apart(target: Path, *sources: Path) -> None:
@@ -236,7 +226,6 @@ def require_inside(folder: Path, paths: Iterable[Path]) -> None:
         if target.parent.name != "blobs" and not target.is_relative_to(place):
             raise CourseError(
                 tr("{link} leads out of its folder, to {target}.", link=path, target=target),
-                allowed=tr("links to files of the same folder, or to the hub's cache"),
                 todo=tr("If you trust it, copy the file to the place of the link; otherwise delete the link."),
             )
 

@@ -112,7 +112,8 @@ class Lesson(Machine):
         """The profile for these rows; a run that has begun keeps the rows of its steps and of its validation."""
         newest = None
         if distributed.is_main() and self.parameters.get("RESUME") != "never":
-            newest = checkpoints.newest(self.folders, self.run.name)
+            kept = checkpoints.newest_first(checkpoints.stores(self.folders, self.run.name))
+            newest = kept[0] if kept else None
         newest = distributed.broadcast(newest)
         resolved = self.resolved
         if newest:
@@ -268,7 +269,7 @@ def begin(stem: str, namespace: Facts) -> Lesson:
             display.pyplot()  # the figures that a lesson draws by itself are in Chinese too
         machine = find_machine(parameters, try_gpu=stem not in TRY_NO_GPU)
         run, resolved = open_run(parameters, machine)
-        work.opened(run)
+        work.goes_on(stem, run)
     if stem == "03_qlora" and (line := distributed.hint(machine.gpu.count if machine.gpu else 0)):
         print(line)
     print(tr("profile   {name}: {reason}", name=resolved.name, reason=resolved.choices["profile"].reason))
@@ -360,7 +361,7 @@ def find_machine(parameters: RunParameters, try_gpu: bool = True) -> Machine:
     for line in platforms.prepare_network(platform, probe=gpu is not None or not is_bundled):
         print(line)
     if platform.name == "colab":
-        print(tr("drive     {told}", told=platforms.mount_drive(platform)))
+        print(tr("drive     {told}", told=platforms.mount_drive()))
     folders = platforms.folders(platform)
     if not folders.lasting:
         print(

@@ -24,11 +24,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 from nbutils import checkpoints, display, distributed, platforms
-from nbutils.errors import CourseError, LessonFailed, StoppedByHand, Unfinished
+from nbutils.errors import CourseError, LessonFailed, StoppedByHand, Unfinished, require_choice
 from nbutils.files import fs_root
 from nbutils.language import print_whatever, tr
 from nbutils.masking import mask_secrets, remember_secret
@@ -49,46 +49,27 @@ MOST_CHARACTERS = 600  # characters of an error or a result
 LONG_CELL = 300.0  # seconds after which nobody is expected to sit and wait
 GRACE = 180.0  # seconds in which a power-off can be cancelled
 KEEP_ON = "keep_on"  # the file that cancels it
-WATCH = "from nbutils import notices; notices.watch()"  # the program of the watcher
+WATCH = "from nbutils import notices; notices.run_watcher()"  # the program of the watcher
 Status = Literal["finished", "unfinished", "failed"]
 
 NATIVE = {  # addresses as the apps show them, where apprise does not know them, and what it calls them
     r"https://open\.feishu\.cn/open-apis/bot/v2/hook/([\w-]+)/?": r"feishu://\1",
     r"https://oapi\.dingtalk\.com/robot/send\?access_token=(\w+)": r"dingtalk://\1",
 }
-TAKEN = {  # the answer to a message that was taken: these refuse with HTTP 200, and apprise looks at the status alone
-    "feishu": r'"(code|StatusCode)"\s*:\s*0\b', "lark": r'"(code|StatusCode)"\s*:\s*0\b',
-    "dingtalk": r'"errcode"\s*:\s*0\b', "wecombot": r'"errcode"\s*:\s*0\b',
-}  # fmt: skip
 # with a port up to 65535
 WEB_ADDRESS = r"https?://[\w.-]+(:(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]))?([/?]\S*)?$"
 ONLY_OURS = {"version": "", "attachments": "", "type": ""}  # fields of apprise's JSON that are left out
 
 
-class Service(NamedTuple):
-    """Where notices go: its name, what sends them, and how its answer looks when it took one."""
-
-    name: str
-    plugin: Any  # of apprise
-    taken: str  # a regular expression
-
-
 def require_settings() -> None:
-    """Refuse other values of the variables; say where a notice will go."""
+    """Refuse other values of the variables; warn where no notice can be sent."""
     for name, allowed in ALLOWED.items():
-        value = os.environ.get(name) or "0"
-        if value not in allowed:
-            raise CourseError(
-                tr("{name} is {value!r}.", name=name, value=value),
-                allowed=", ".join(allowed),
-                todo=tr("Set one of these, or unset it."),
-            )
-    if not _wants_notice():
-        return
-    try:
-        print(tr("notice    goes to {service}, however this ends", service=_service("", "").name))
-    except CourseError as problem:
-        print(f"[WARN] {problem}")
+        require_choice(name, os.environ.get(name) or "0", allowed)
+    if _wants_notice():
+        try:
+            _service("", "")
+        except CourseError as problem:
+            print(f"[WARN] {problem}")
 
 
 @contextmanager
@@ -112,12 +93,13 @@ class Work:
 
     def watch(self) -> None:
         """Where the environment asks for it, start the process that tells of the end."""
-        if not distributed.is_main() or not (_wants_notice() or _wants_power_off()):
+        powers_off = os.environ.get(POWER_OFF) in ("1", "always")
+        if not distributed.is_main() or not (_wants_notice() or powers_off):
             return
         env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         if _wants_notice():  # Colab and Kaggle give a secret to the kernel alone
-            secret = next((name for name in (URL, TOKEN) if platforms.secret(name)), URL)
-            env[secret] = platforms.secret(secret) or ""
+            for name in (URL, TOKEN):
+                env[name] = platforms.secret(name) or ""
             env[platforms.SECRETS_STATE] = platforms.detect().name
         self.watcher = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", WATCH],
@@ -147,29 +129,21 @@ class Work:
             self.watcher.stdin.write(json.dumps(now | end) + "\n")
             self.watcher.stdin.flush()
 
-    def goes_on(self, lesson: str) -> None:
-        """The next lesson of a run begins."""
+    def goes_on(self, lesson: str, run: RunFolder | None) -> None:
+        """A lesson begins, or its run is known now."""
         self.lesson = lesson
-        self._write()
-
-    def opened(self, run: RunFolder) -> None:
-        """Its run is known now. A file of an earlier night that keeps the machine on is told while someone is there."""
         self.run = run
         self._write()
-        keep_on = run.path / KEEP_ON
-        if _wants_power_off() and keep_on.exists():
-            print(tr("[WARN] {file} is there: the machine will not be powered off. Delete it.", file=keep_on))
 
     def failed(self, problem: object) -> None:
         """Tell an error; an interruption by hand is none."""
-        by_hand = isinstance(problem, StoppedByHand) or not isinstance(problem, Exception)
-        if by_hand or not distributed.is_main():
+        if isinstance(problem, StoppedByHand) or not isinstance(problem, Exception) or not distributed.is_main():
             return
-        text = f"{type(problem).__name__}: {problem}"
+        text = str(problem)
         if isinstance(problem, LessonFailed):
             text = problem.problem
-        elif isinstance(problem, CourseError):
-            text = str(problem)
+        elif not isinstance(problem, CourseError):
+            text = f"{type(problem).__name__}: {problem}"
         line = mask_secrets(text).strip().partition("\n")[0]
         if self.lesson not in line:
             line = f"{self.lesson}: {line}"
@@ -192,10 +166,6 @@ class Work:
 
 def _wants_notice() -> bool:
     return os.environ.get(NOTICE) == "1"
-
-
-def _wants_power_off() -> bool:
-    return os.environ.get(POWER_OFF, "") in ("1", "always")
 
 
 _underway = Work("")  # of this process
@@ -265,7 +235,7 @@ def telling(lesson: str) -> Iterator[Work]:
         raise
 
 
-def watch() -> None:
+def run_watcher() -> None:
     """The program of the watcher: read how the work goes until it ends or its process does, and tell of that."""
     print_whatever()
     sys.stdout = LastingStream(sys.stdout)  # the one who reads it may end meanwhile
@@ -283,36 +253,43 @@ def watch() -> None:
         message = tr(
             "{lesson}: its process was killed. Often the machine's memory (RAM) was full.", lesson=work["lesson"]
         )
-        tell(work["lesson"], run, "failed", message, killed=True)
+        tell(work["lesson"], run, "failed", message)
     sys.stdout.flush()
     os._exit(0)  # a server that does not end its answer is not waited for
 
 
-def tell(lesson: str, run: RunFolder | None, status: Status, message: str, killed: bool = False) -> None:
+def tell(lesson: str, run: RunFolder | None, status: Status, message: str) -> None:
     """Where the environment asks for it, send a notice, then power off."""
+    message = message[:MOST_CHARACTERS]
     when = os.environ.get(POWER_OFF, "")
     off = when == "always" or (when == "1" and status != "failed")
     platform = platforms.detect()
-    kept, verified = _newest_checkpoint(run) if run else ("", None)
+    checkpoint, verified = _newest_checkpoint(run) if run else ("", None)
     folder = run.path if run else platforms.folders(platform).keep
     keep_on = folder / KEEP_ON
-    stays = ""
-    power = _billed(platform)
+    stays_on = ""
+    power = ""
     if off:
         safe = verified or (verified is None and status != "finished")  # failed before the first: no loss
-        stays = _stays_on(platform, safe, keep_on)
-        power = stays or _off_soon(keep_on, killed)
+        stays_on = _why_on(platform, safe, keep_on)
+        power = stays_on or tr(
+            "This machine is powered off in {seconds:.0f} s. To keep it on, create the file {file}.",
+            seconds=GRACE,
+            file=keep_on,
+        )
     if _wants_notice():
         name = run.name if run else lesson
-        title, todo = _title_and_todo(status, name)
-        text = _lines(message[:MOST_CHARACTERS], kept, todo, power)
+        todo = ""
+        if status != "finished":
+            todo = tr("Start the same again, once the cause is mended: what is kept is not repeated.")
+        text = _lines(message, checkpoint, todo, power)
         try:
-            print(tr("Notice sent to {service}.", service=send(title, text, status, name)), flush=True)
+            print(tr("Notice sent to {service}.", service=send(_title(status, name), text, status, name)), flush=True)
         except CourseError as problem:
             print(f"[WARN] {problem.seen}", flush=True)
     if off:
-        print(_lines(message, kept, power), flush=True)
-        if not stays:
+        print(_lines(message, checkpoint, power), flush=True)
+        if not stays_on:
             print(power_off(keep_on), flush=True)
 
 
@@ -324,30 +301,28 @@ def _newest_checkpoint(run: RunFolder) -> tuple[str, bool | None]:
     """What to tell of the newest checkpoint of a run, and whether it verifies; None if there is none."""
     folder = run.checkpoints
     try:
-        entries = checkpoints.look(folder) or checkpoints.candidates(folder)
-        if not entries:
+        kept = checkpoints.look(folder)
+        if not kept:
             return tr("No checkpoint is kept yet."), None
-        problem = checkpoints.defect(entries[0])
+        problem = checkpoints.defect(kept[0])
     except OSError as failed:
-        problem = failed.strerror or type(failed).__name__
+        problem = str(failed)
     if problem:
         text = tr("The newest checkpoint in {folder} does not verify: {problem}.", folder=folder, problem=problem)
         return text, False
-    return tr("Checkpoint {step} verifies, in {folder}.", step=entries[0].step, folder=folder), True
+    return tr("Checkpoint {step} verifies, in {folder}.", step=kept[0].step, folder=folder), True
 
 
-def _title_and_todo(status: Status, name: str) -> tuple[str, str]:
-    """The title of a notice, and what is to be done."""
+def _title(status: Status, name: str) -> str:
+    """The title of a notice."""
     if status == "finished":
-        return tr("nbutils: run {name} has finished", name=name), ""
+        return tr("nbutils: run {name} has finished", name=name)
     if status == "unfinished":
-        todo = tr("Start the same again, unchanged: it continues.")
-        return tr("nbutils: run {name} has stopped before its end", name=name), todo
-    todo = tr("Fix the cause, then start the same again: what is kept is not repeated.")
-    return tr("nbutils: run {name} has failed", name=name), todo
+        return tr("nbutils: run {name} has stopped before its end", name=name)
+    return tr("nbutils: run {name} has failed", name=name)
 
 
-def _stays_on(platform: platforms.Platform, safe: bool, keep_on: Path) -> str:
+def _why_on(platform: platforms.Platform, safe: bool, keep_on: Path) -> str:
     """Why a machine is not switched off; empty if it is."""
     if platform.name != "autodl":
         return tr(
@@ -359,36 +334,16 @@ def _stays_on(platform: platforms.Platform, safe: bool, keep_on: Path) -> str:
     return _kept_on(keep_on)
 
 
-def _off_soon(keep_on: Path, killed: bool) -> str:
-    """What to tell of a machine that is about to be switched off; of a killed process nothing can be interrupted."""
-    if killed:
-        return tr(
-            "This machine is powered off in {seconds:.0f} s. To keep it on, create the file {file}.",
-            seconds=GRACE,
-            file=keep_on,
-        )
-    return tr(
-        "This machine is powered off in {seconds:.0f} s. To keep it on, interrupt this (Ctrl-C, the stop"
-        " button) or create the file {file}.",
-        seconds=GRACE,
-        file=keep_on,
-    )
-
-
 def _kept_on(keep_on: Path) -> str:
-    """What keeps a machine on: the file, or another training on it; empty if nothing does."""
+    """What keeps a machine on: the file, which counts once, or another training on it; empty if nothing does."""
     if keep_on.exists():
-        return tr("Not powered off: {file} is there. Delete it before the next run.", file=keep_on)
+        keep_on.unlink()
+        return tr("Not powered off: the file {file} was there.", file=keep_on)
     folders = platforms.folders(platforms.detect())
     for run, training in trainings(folders.scratch, folders.keep).items():
         if training.trains_here and training.pid != os.getppid():  # the parent of the watcher is the work that ended
             return tr("Not powered off: run {run} is training on this machine.", run=run)
     return ""
-
-
-def _billed(platform: platforms.Platform) -> str:
-    """What to tell of a machine that nobody asked to switch off."""
-    return tr("The machine stays on, and costs money.") if platform.name == "autodl" else ""
 
 
 def power_off(keep_on: Path) -> str:
@@ -407,8 +362,8 @@ def power_off(keep_on: Path) -> str:
     return tr("Powered off. What is on the data disk stays for 15 days; start the same again to go on.")
 
 
-def _service(run: str, status: str) -> Service:
-    """Where notices go; a CourseError says what to set if no secret tells."""
+def _service(run: str, status: str) -> Any:
+    """What sends notices, a plugin of apprise; a CourseError says what to set if no secret tells."""
     from apprise import Apprise, AppriseAsset
 
     logging.getLogger("apprise").propagate = False  # it names addresses
@@ -422,42 +377,34 @@ def _service(run: str, status: str) -> Service:
     token = "" if url else platforms.secret(TOKEN)
     if token:
         settings = _json_post(AUTODL_URL, message="content", name="finetune-course")
-        settings["headers"] = {"Authorization": token}
-        return Service("AutoDL", Apprise.instantiate(settings, asset), r'(?i)"success"')
+        plugin: Any = Apprise.instantiate(settings | {"headers": {"Authorization": token}}, asset)
+        plugin.service_name = "AutoDL"
+        return plugin
     for part in re.split(r"[/?&=@:]", url):  # what an answer may repeat of it
         if len(part) >= 16:
             remember_secret(part)
-    plugin: Any = Apprise.instantiate(_known_address(url), asset)
+    known = url
+    for pattern, scheme in NATIVE.items():
+        known = re.sub(f"^{pattern}$", scheme, known)
+    plugin = Apprise.instantiate(known, asset)
     if plugin is None and re.match(WEB_ADDRESS, url):
-        settings = _json_post(url, message="text", run=run, status=status)
-        return Service(settings["host"], Apprise.instantiate(settings, asset), "")
+        plugin = Apprise.instantiate(_json_post(url, message="text", run=run, status=status), asset)
+        plugin.service_name = plugin.host
     if plugin is None:
         state = tr("no address of a service") if url else tr("not set")
         raise CourseError(
             tr("No notice can be sent: {url} is {state}.", url=URL, state=state),
-            allowed=tr(
-                "the web address of a robot (Feishu, DingTalk, WeCom, Slack) or of a server of your own, or "
-                "an address of the library apprise (as tgram://, mailto://, ntfy://); or {token} alone, the "
-                "developer token of an AutoDL account, which sends to WeChat",
-                token=TOKEN,
-            ),
             todo=tr(
-                "Set {url} or {token}, as a secret or an environment variable, then try it with python -m "
-                "nbutils notice.",
+                "Set {url} to the address of a robot (Feishu, DingTalk, WeCom, Slack), of a server of your own or of "
+                "the library apprise, or {token} to the token of your AutoDL account, as a secret or an environment "
+                "variable; then try it with python -m nbutils notice.",
                 url=URL,
                 token=TOKEN,
             ),
         )
     if plugin.secure_protocol == "feishu":
         plugin.notify_url = plugin.notify_url.rstrip("/")  # as Feishu itself writes it
-    return Service(str(plugin.service_name), plugin, TAKEN.get(str(plugin.secure_protocol), ""))
-
-
-def _known_address(url: str) -> str:
-    """An address as apprise knows it."""
-    for pattern, known in NATIVE.items():
-        url = re.sub(f"^{pattern}$", known, url)
-    return url
+    return plugin
 
 
 def _json_post(url: str, **fields: str) -> dict[str, Any]:
@@ -474,67 +421,34 @@ def _json_post(url: str, **fields: str) -> dict[str, Any]:
 
 
 def send(title: str, text: str, status: str, run: str) -> str:
-    """Send a notice, and say who took it; a CourseError says why nobody did, without the address's secrets."""
-    from apprise import Apprise, NotifyFormat, NotifyType
+    """Send a notice, and say to whom; a CourseError says why it was not sent, without the address's secrets.
+
+    Some robots refuse with HTTP 200, which counts as sent: `python -m nbutils notice` asks to see whether it arrived.
+    """
+    from apprise import Apprise, NotifyFormat
 
     service = _service(run, status)
-    kind = NotifyType.FAILURE if status == "failed" else NotifyType.INFO
     text = mask_secrets(text).encode()[:MOST_BYTES].decode(errors="ignore")
     sender = Apprise()
-    sender.add(service.plugin)
+    sender.add(service)
     results: list[Any] = []
 
     def deliver() -> None:
-        results.append(sender.notify(text, mask_secrets(title), kind, body_format=NotifyFormat.TEXT))
+        results.append(sender.notify(text, mask_secrets(title), body_format=NotifyFormat.TEXT))
 
     delivery = threading.Thread(target=deliver, daemon=True)
-    with _answers() as answers:
-        delivery.start()
-        delivery.join(SECONDS)
-    problem = _problem_of(service, results, answers)
-    if not problem:
-        return service.name
+    delivery.start()
+    delivery.join(SECONDS)
+    if results and results[0]:
+        return str(service.service_name)
+    problem = tr("no answer")
+    for result in results:
+        problem = "; ".join(entry.message for entry in result.logs())
     raise CourseError(
-        tr("No notice sent to {service} ({problem}).", service=service.name, problem=mask_secrets(problem)),
-        allowed=tr("an address that takes messages; a robot that demands a keyword gets nbutils"),
+        tr("No notice sent to {service} ({problem}).", service=service.service_name, problem=mask_secrets(problem)),
         todo=tr(
-            "Check the address in {url} (or the token in {token}) and the rules of the robot, then try "
-            "it with python -m nbutils notice.",
+            "Check the address in {url} (or the token in {token}), then try it with python -m nbutils notice.",
             url=URL,
             token=TOKEN,
         ),
     )
-
-
-def _problem_of(service: Service, results: list[Any], answers: list[str]) -> str:
-    """Why a service did not take a notice; empty if it did."""
-    if not results:
-        return tr("no answer")
-    result = results[0]
-    if not result:
-        problems = [entry.message for entry in result.logs()]
-        return str(problems[-1] if problems else result.status.name)
-    last = answers[-1] if answers else ""
-    if re.search(service.taken, last):
-        return ""
-    return tr("its answer: {answer}", answer=repr(mask_secrets(last)[:200]))
-
-
-@contextmanager
-def _answers() -> Iterator[list[str]]:
-    """What servers answer within this block."""
-    from requests import Response, Session
-
-    answers: list[str] = []
-    send_request = Session.send
-
-    def noting(session: Session, request: Any, **options: Any) -> Response:
-        answer = send_request(session, request, **options)
-        answers.append(answer.text)
-        return answer
-
-    Session.send = noting  # type: ignore[method-assign, assignment]
-    try:
-        yield answers
-    finally:
-        Session.send = send_request  # type: ignore[method-assign]

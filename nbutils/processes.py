@@ -137,10 +137,10 @@ def listens(group: int, port: int) -> bool:
     """Whether a process of the group has that port; another user may have taken it first."""
     import psutil
 
-    family = members(group)
+    pids = members(group)
     for connection in psutil.net_connections("tcp"):
-        at_port = connection.laddr[1:] == (port,)  # the local address: nothing, or host and port
-        if at_port and connection.status == psutil.CONN_LISTEN and connection.pid in family:
+        listening = connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,)
+        if listening and connection.pid in pids:
             return True
     return False
 

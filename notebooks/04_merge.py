@@ -114,7 +114,7 @@ print(f"largest difference to PEFT's product: {(delta - scale * (B @ A)).abs().m
 # ## The merge
 #
 # Now all of them. `merge_adapter` computes the sums in float32, rounds each once, and writes it to disk as it comes. It never
-# leaves half a model behind, continues where it was interrupted, and keeps a finished merge of this very adapter.
+# leaves half a model behind, and keeps a finished merge of this very adapter.
 
 # %%
 dtype = lesson.profile.from_pretrained.dtype
@@ -153,7 +153,7 @@ def weights_equal():
 
 
 gib = 2 * 4 * base.num_parameters() / 2**30  # two models, 4 bytes a weight
-if gib < min(8, platforms.free_memory_gib().value):
+if gib < min(8, platforms.free_memory_gib()):
     same = weights_equal()
     print(f"{sum(same)} of {len(same)} weights have the bits of merge_and_unload")
 else:

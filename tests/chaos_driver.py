@@ -98,7 +98,7 @@ class Disk:
 
         checkpoints.open = self.open  # type: ignore[attr-defined]
         checkpoints.CHUNK = 2**18
-        checkpoints.FIRST_PAUSE, checkpoints.LONGEST_PAUSE = 0.02, 0.2
+        checkpoints.PAUSE = 0.1
         Path.unlink, checkpoints.sha256 = slow_unlink, slow_sha256  # type: ignore[method-assign]
 
     def open(self, path: Any, mode: str = "r", **options: Any) -> Any:

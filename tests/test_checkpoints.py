@@ -60,10 +60,14 @@ def flip_a_byte(path: Path) -> None:
 DAMAGE: dict[str, Callable[[Path], Any]] = {
     "bytes, 20,480 expected": lambda path: os.truncate(path, 1000),
     "sha256 differs": flip_a_byte,
-    "manifest is missing or cannot be used": lambda path: os.truncate(path.with_suffix(".json"), 20),
-    "its manifest is missing": lambda path: path.with_suffix(".json").unlink(),
     "the archive is missing": Path.unlink,
 }
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 20)], ids=["missing", "cut off"])
+def test_one_without_a_whole_manifest_does_not_count(keep: Path, damage: Callable[[Path], Any]) -> None:
+    damage(keep / "checkpoint-30.json")
+    assert newest(keep) == 20 and [one.step for one in checkpoints.look(keep)] == [20, 10]
 
 
 @pytest.mark.parametrize("why", DAMAGE)
@@ -126,8 +130,7 @@ def test_a_step_without_a_manifest_cannot_be_resumed_and_hides_no_other_training
     with refused("no complete checkpoint of step 30", "10, 20"):
         checkpoints.require_step(folders, "demo", "30")
     checkpoints.require_step(folders, "demo", "20")
-    best = checkpoints.newest(folders, "demo")
-    assert best and best.step == 20
+    assert checkpoints.newest_first([keep])[0].step == 20
     with refused("are of another training"):
         checkpoints.newest_verified([keep], {"seed": 2}, step=20)
 
@@ -148,8 +151,7 @@ def test_pruning_and_clearing_leave_later_steps_and_foreign_files(keep: Path, tm
 @pytest.fixture
 def make_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., checkpoints.CheckpointSync]]:
     """Makes syncs with short pauses, and stops them."""
-    monkeypatch.setattr(checkpoints, "FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(checkpoints, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(checkpoints, "PAUSE", 0.05)
     made: list[checkpoints.CheckpointSync] = []
     (tmp_path / "run").mkdir()
 
@@ -297,7 +299,7 @@ def test_list_verify_and_restore(keep: Path, tmp_path: Path, monkeypatch: pytest
         checkpoints.restore("demo", target, None)
     with refused("This run has no complete checkpoint of"):
         checkpoints.restore("demo", tmp_path / "x", 15)
-    with refused("no run 'dmeo' with checkpoints", "demo"):
+    with refused("no run 'dmeo' with checkpoints"):
         checkpoints.listing("dmeo", thorough=False)
 
 

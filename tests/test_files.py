@@ -95,7 +95,7 @@ def test_links_are_refused_and_not_followed(tmp_path: Path) -> None:
 
 
 def test_two_processes_do_not_write_the_same_folder(tmp_path: Path) -> None:
-    with files.complete_folder(tmp_path / "merged", {}, resume=True) as folder:
+    with files.complete_folder(tmp_path / "merged", {}) as folder:
         (folder / "model").write_text("x")
         with refused("Another process is writing"), files.complete_folder(tmp_path / "merged", {}):
             pytest.fail("nothing may be begun")

@@ -21,10 +21,9 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import simulate
-from click.testing import CliRunner
 from support import refused
 
-from nbutils import cli, disk, environments, hardware, masking, platforms, serving
+from nbutils import disk, environments, hardware, masking, platforms, serving
 from nbutils.files import GIB
 from nbutils.hardware import GPU
 from nbutils.platforms import Platform, network, secret
@@ -189,7 +188,7 @@ def test_a_learner_names_an_input_by_the_end_of_its_path_in_every_layout(tmp_pat
     assert platforms.find_input(tmp_path, slug) == tmp_path / "datasets" / slug
     for name in ("rain.jsonl", "", ".", "..", str(model), "no/such", "train.json?", "*"):
         assert platforms.find_input(tmp_path, name) is None
-    with refused("was found 3 times: ", "ann/some-slug/runs", "other/runs"):
+    with refused("was found several times: ", "ann/some-slug/runs", "other/runs"):
         platforms.find_input(tmp_path, "train.jsonl")
     found = platforms.find_inputs(tmp_path, "checkpoints/checkpoint-*.json")
     assert found == sorted(found) and len(found) == 3
@@ -227,15 +226,15 @@ def test_the_limits_of_a_container_hold_in_both_layouts_of_cgroups(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=500 * GIB, total=512 * GIB))
     for name, text in files.items():
         simulate.Machine(tmp_path).write(f"sys/fs/cgroup/{name}", str(text))
-    assert platforms.processors().value == (cpus or len(os.sched_getaffinity(0)))
-    assert platforms.memory_gib().value == pytest.approx(memory)
-    assert platforms.free_memory_gib().value == pytest.approx(free)
+    assert platforms.processors() == (cpus or len(os.sched_getaffinity(0)))
+    assert platforms.memory_gib() == pytest.approx(memory)
+    assert platforms.free_memory_gib() == pytest.approx(free)
 
 
 @pytest.mark.parametrize(
     ("env", "said", "asked"),
-    [({"FAKE_DRIVE": "headless"}, "could not be mounted (ValueError: mount failed for [masked]", 1),
-     ({"FAKE_DRIVE": "liar"}, "nothing is mounted at /content/drive). ", 1), ({"NBUTILS_DRIVE": "off"}, "=off", 0),
+    [({"FAKE_DRIVE": "headless"}, "Drive is not mounted (ValueError: mount failed for [masked]", 1),
+     ({"FAKE_DRIVE": "liar"}, "nothing is mounted at /content/drive): ", 1), ({"NBUTILS_DRIVE": "off"}, "=off", 0),
      ({"FAKE_DRIVE": "ok", "FILES": "made before"}, "must not already contain files", 1),
      ({"FAKE_DRIVE": "ok"}, "Drive is mounted: ", 1)],
 )  # fmt: skip
@@ -244,14 +243,13 @@ def test_runs_are_kept_on_drive_or_stay_here_and_it_is_asked_for_once(
 ) -> None:
     machine = simulate.colab(tmp_path, **env).enter(monkeypatch)
     lost = machine.write("content/drive/MyDrive/x/adapter.bin", "x") if "FILES" in env else machine.root
-    first, mounted = platforms.mount_drive(COLAB), said == "Drive is mounted: "
-    assert said in first and ("To do: " in first) == (asked and not mounted) and lost.exists()
+    first, mounted = platforms.mount_drive(), said == "Drive is mounted: "
+    assert said in first and ("To mount it" in first) != mounted and lost.exists()
     assert platforms.folders(COLAB).keep == machine.root / (platforms.RUNS if mounted else "content/runs")
     assert (machine.root / "content/drive/MyDrive").exists() is (mounted or "FILES" in env)
-    assert (said if mounted else "Drive is not used") in platforms.mount_drive(COLAB)
+    assert (said if mounted else "Drive is not mounted (NBUTILS_DRIVE=") in platforms.mount_drive()
     log = machine.root / "fake_calls.txt"
     assert (log.read_text() if log.exists() else "") == "mount 120000\n" * asked, "child processes do not ask again"
-    assert "No Drive on kaggle" in platforms.mount_drive(KAGGLE)
 
 
 def test_a_mount_that_dies_or_vanishes_is_noticed(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -271,16 +269,6 @@ def test_a_mount_that_dies_or_vanishes_is_noticed(tmp_path: Path, monkeypatch: P
         assert not platforms.drive_mounted()
     machine.write("proc/mounts", "")
     assert not platforms.is_mount(place) and platforms.mount_point_of(runs) is None
-
-
-def test_a_user_without_a_home_folder_is_told_to_set_one(monkeypatch: Patch) -> None:
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError("getpwuid(): uid not found")))
-    platform = platforms.detect()
-    with refused("This user has no home folder", "export HOME="):
-        platforms.use_model_cache(platform, platforms.folders(platform))
-    ran = CliRunner().invoke(cli.app, ["fetch", "tiny"])
-    assert ran.exit_code == 1 and "HOME" in ran.stderr and "Traceback" not in ran.output
 
 
 class Site(ThreadingHTTPServer):
@@ -358,12 +346,12 @@ ALL = {"hub": 0.0, "hf_mirror": 0.0, "modelscope": 0.0}
 def test_in_china_the_best_measured_is_taken_once_for_all_processes(web: Web, delays: dict, expected: str) -> None:
     sites = web(**delays)
     [line] = network.prepare_network(AUTODL)
-    assert line.startswith(f"network   models come from {expected} (hub ") and network.chosen() == expected
+    assert line.startswith(f"network   models come from {expected}, ") and network.chosen() == expected
     mirrored = expected == "hf-mirror"
     assert os.environ.get("HF_ENDPOINT") == (sites["hf-mirror"].url if mirrored else None)
     assert os.environ.get("HF_HUB_DISABLE_XET") == ("1" if mirrored else None)
     again = network.prepare_network(AUTODL)  # as in a child process, which inherits the variables
-    assert network.chosen() == expected and (again == [] or "as found before" in again[0])
+    assert network.chosen() == expected and again == []
     assert all(len(site.asked) == 1 for site in sites.values())
 
 
@@ -606,7 +594,7 @@ def test_what_kaggle_saves_is_20_gb_whatever_the_disk_holds(tmp_path: Path, monk
     assert disk.free_gib(kaggle / "runs/tiny") == pytest.approx(5e9 / GIB)
     assert disk.free_gib(kaggle.parent / "temp") == 100, "intermediate files are not counted"
     disk.require_disk(kaggle, 4, "the merge")
-    with refused(" needs 6.0 GiB, and only", "and only 4.7 GiB is free."):
+    with refused(" needs 6.00 GiB, and only", "and only 4.66 GiB are free."):
         disk.require_disk(kaggle, 6, "the merge")
 
 

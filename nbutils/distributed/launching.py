@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import signal
 import subprocess
 from collections import deque
-from itertools import takewhile
 from pathlib import Path
 
 from nbutils.display import LIVE_LINE
@@ -85,11 +83,6 @@ def config_file(name: str) -> Path:
         command = ["accelerate", "launch", "--config_file", str(distributed.config_file("fsdp_qlora")), "03_qlora.py"]
     """
     require_known_strategy(name)
-    if name.startswith("zero") and not importlib.util.find_spec("deepspeed"):
-        raise CourseError(
-            tr("{engine} is DeepSpeed's, and DeepSpeed is not installed here.", engine=name),
-            todo=tr("Run `pip install deepspeed`, or take FSDP."),
-        )
     return CONFIGS / "accelerate" / f"{name}.yaml"
 
 
@@ -112,7 +105,6 @@ def launch(command: list[str], keep: Path, processes: int = 1, threads: int = 0,
     if threads:
         env["OMP_NUM_THREADS"] = str(threads)
     child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = (line.rstrip() for line in child.stdout or () if line.strip())
     tail: deque[str] = deque(maxlen=15)  # for the error, if it fails
     signals: list[int] = []
 
@@ -122,7 +114,12 @@ def launch(command: list[str], keep: Path, processes: int = 1, threads: int = 0,
 
     try:
         with first_signals(forward):
-            for line in takewhile(lambda line: not re.match(TORCHRUN_REPORT, line), lines):
+            for line in child.stdout or ():
+                if re.match(TORCHRUN_REPORT, line):
+                    break
+                line = line.rstrip()
+                if not line:
+                    continue
                 tail.append(line)
                 if not calm or re.match(PROGRESS, line):
                     print(f"  | {mask_secrets(line)}", flush=True)
@@ -131,21 +128,11 @@ def launch(command: list[str], keep: Path, processes: int = 1, threads: int = 0,
         raise
     finally:
         child.communicate()  # to the end of its output, or it would block
-    if signal.SIGINT in signals:
-        raise StoppedByHand(
-            tr("You stopped lesson {lesson}.", lesson=lesson),
-            todo=tr(
-                "Run this notebook again, unchanged: the training continues from its last checkpoint, a "
-                "comparison starts anew."
-            ),
-        )
     if signals:
-        raise Unfinished(
-            tr(
-                "The machine told lesson {lesson} to stop (SIGTERM); the training up to that point is saved.",
-                lesson=lesson,
-            ),
-            todo=tr("Run lesson {lesson} again, unchanged: it continues from there.", lesson=lesson),
+        kind = StoppedByHand if signal.SIGINT in signals else Unfinished
+        raise kind(
+            tr("Lesson {lesson} was told to stop, and has saved its training.", lesson=lesson),
+            todo=tr("Run this again, unchanged: the training continues from its last checkpoint."),
         )
     if status := child.returncode:
         raise CourseError(

@@ -1,18 +1,14 @@
-"""The processes of one training: which one this is, what they tell each other, and how all end when one is lost."""
+"""The processes of one training: which one this is, and what they tell each other."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
-import threading
-import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,9 +18,8 @@ from nbutils.errors import CourseError
 from nbutils.files import CHUNK
 from nbutils.language import tr
 
-TIMEOUT = timedelta(hours=2)  # for a main process that prepares data; the heartbeat notices a lost one sooner
-BEAT = 5.0  # seconds between two beats
-LOST = 35.0  # seconds until a process that is silent is lost
+PATIENCE = timedelta(hours=2)  # while the main process downloads a model or prepares data
+LOST = timedelta(minutes=30)  # in a training, who is silent for so long is lost
 SILENT = {  # bars and warnings of the libraries
     "TQDM_DISABLE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -32,19 +27,14 @@ SILENT = {  # bars and warnings of the libraries
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
-PEER_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-
-
-@dataclass
-class _Job:
-    """What this process knows of the training it has joined."""
-
-    group: Any = None  # for what is told over the CPU
-    over: threading.Event = field(default_factory=threading.Event)
-    before_end: Callable[[], object] = lambda: None
-
-
-_job = _Job()
+PEER_ERRORS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "Timed out waiting",
+)
+_patient_group: Any = None  # of all processes, for waits of up to PATIENCE
 
 
 def _launched() -> bool:
@@ -96,12 +86,9 @@ def join() -> None:
     _keep_to_this_machine()
     if not torch.distributed.is_initialized():  # Ray has done it
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        torch.distributed.init_process_group(backend, timeout=TIMEOUT)
-    _job.group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT)
-    _job.over = threading.Event()
-    if world_size() > 1 and "MASTER_ADDR" in os.environ:
-        name = broadcast(uuid.uuid4().hex)  # a restarted job finds the keys of the former one
-        threading.Thread(target=_watch, args=(name, _job.over), daemon=True).start()
+        torch.distributed.init_process_group(backend, timeout=LOST)
+    global _patient_group
+    _patient_group = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def require_gpus(gpus: int, processes: int) -> None:
@@ -133,85 +120,6 @@ def _keep_to_this_machine() -> None:
         )
 
 
-@dataclass
-class _Peer:
-    """Another process, as far as it was heard of."""
-
-    name: str  # its rank, and its machine once it has told
-    beat: bytes = b""
-    heard: float = field(default_factory=time.monotonic)
-
-
-def _talk(job: str, peers: dict[int, _Peer], lost: list[str], over: threading.Event) -> None:
-    """Say in the job's store that this process lives, and hear it of others; without a network this waits for ever."""
-    from torch.distributed import PrefixStore, TCPStore
-
-    store = None
-    count = 0
-    while not over.wait(BEAT):
-        count += 1
-        with suppress(Exception):  # a network that is gone says many things; nothing is heard then
-            if store is None:
-                server = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-                store = PrefixStore(job, server)
-            store.set(str(rank()), f"{rank()} ({socket.gethostname()}) {count}")
-            for number, peer in peers.items():
-                if store.check([str(number)]):
-                    _hear(peer, store.get(str(number)))
-            if lost:
-                store.set("lost", lost[0])
-            elif store.check(["lost"]):
-                lost.append(store.get("lost").decode())
-
-
-def _hear(peer: _Peer, beat: bytes) -> None:
-    if beat != peer.beat:
-        peer.beat = beat
-        peer.name = beat.decode().rpartition(" ")[0]
-        peer.heard = time.monotonic()
-
-
-def _watch(job: str, over: threading.Event) -> None:
-    """End this process where the main one is silent, or says that another is; the main process watches all."""
-    numbers = range(1, world_size()) if is_main() else range(1)
-    peers = {number: _Peer(str(number)) for number in numbers}
-    lost: list[str] = []
-    threading.Thread(target=_talk, args=(job, peers, lost, over), daemon=True).start()
-    while not lost and not over.wait(BEAT):
-        silent = [peer.name for peer in peers.values() if time.monotonic() - peer.heard > LOST]
-        lost += silent[:1]
-        if lost and over.wait(BEAT + 1):  # time to tell the others
-            return
-    if not over.is_set():
-        _job.before_end()
-        _say_lost(lost[0])
-        os._exit(1)  # the main thread may wait for the lost one for hours
-
-
-def _say_lost(process: str) -> None:
-    """One process of each machine says who was lost."""
-    if local_rank() != 0 or not sys.__stderr__:
-        return
-    error = CourseError(
-        tr(
-            "Process {process} of this training has not been heard of for {seconds:.0f} seconds.",
-            process=process,
-            seconds=LOST,
-        ),
-        todo=tr(
-            "See what became of it, then start the same command again, also with fewer processes: it "
-            "continues from the newest checkpoint."
-        ),
-    )
-    sys.__stderr__.write(f"[FAIL] {error}\n")
-    sys.__stderr__.flush()
-
-
-def before_end(do: Callable[[], object]) -> None:
-    """What this process does before it ends because another one is lost."""
-    _job.before_end = do
-
-
 def peer_error(problem: BaseException) -> CourseError | SystemExit | None:
     """What to raise instead of an error that only says that another process has ended; None for any other error."""
     theirs = isinstance(problem, RuntimeError) and any(text in str(problem) for text in PEER_ERRORS)
@@ -220,7 +128,7 @@ def peer_error(problem: BaseException) -> CourseError | SystemExit | None:
     if not is_main():
         return SystemExit(1)
     return CourseError(
-        tr("Another process of this training has ended; what it said stands above, or on its own machine."),
+        tr("Another process of this training has ended or does not answer; see above, or on its machine."),
         todo=tr(
             "Mend what it says, then start the same command again, also with fewer processes: it "
             "continues from the newest checkpoint."
@@ -263,11 +171,11 @@ def broadcast(value: Any) -> Any:
 
     values = [value]
     with _quiet_peers():
-        torch.distributed.broadcast_object_list(values, src=0, group=_job.group, device=torch.device("cpu"))
+        torch.distributed.broadcast_object_list(values, src=0, group=_patient_group)
     return values[0]
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value: Any, group: Any = None) -> list[Any]:
     """What each process gave, in the order of their ranks."""
     if not _launched():
         return [value]
@@ -275,7 +183,7 @@ def gather(value: Any) -> list[Any]:
 
     values = [None] * world_size()
     with _quiet_peers():
-        torch.distributed.all_gather_object(values, value, group=_job.group)
+        torch.distributed.all_gather_object(values, value, group=group)
     return values
 
 
@@ -301,8 +209,8 @@ def anyone(yes: bool) -> bool:
 
 
 def barrier() -> None:
-    """Wait until every process has come here."""
-    gather(None)
+    """Wait until every process has come here, also for a main process that downloads or prepares data before it."""
+    gather(None, _patient_group)
 
 
 def send_folder(root: Path, name: str) -> Path:
@@ -346,7 +254,6 @@ def leave_it_to_main() -> None:
     import torch.distributed
 
     barrier()
-    _job.over.set()
     torch.distributed.destroy_process_group()
     if not is_main():
         raise SystemExit(0)

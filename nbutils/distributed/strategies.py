@@ -6,7 +6,7 @@ import os
 from functools import cache
 from typing import Any
 
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, require_choice
 from nbutils.language import tr
 
 STRATEGIES = {  # files in configs/accelerate, and the `method` in a profile that each is for; empty: any
@@ -37,31 +37,25 @@ def _deepspeed_plugin() -> Any:
 
 def require_known_strategy(name: str) -> None:
     """Refuse a strategy that has no file in configs/accelerate."""
-    if name not in STRATEGIES:
-        raise CourseError(
-            tr("ENGINE is {engine!r}.", engine=name),
-            allowed="auto, " + ", ".join(STRATEGIES),
-            todo=tr("Choose one of them; auto takes the simplest that fits."),
-        )
+    require_choice("ENGINE", name, STRATEGIES)
 
 
 def require_method(name: str, method: str) -> None:
     """Refuse a strategy, called as its file, that is not for this method."""
-    wanted = STRATEGIES[name]
-    if wanted in ("", method):
+    needed = STRATEGIES[name]
+    if needed in ("", method):
         return
     raise CourseError(
         tr(
             "{engine} is for method {wanted}, and this profile has method {method}.",
             engine=name,
-            wanted=wanted,
+            wanted=needed,
             method=method,
         ),
-        allowed=tr("fsdp_qlora for qlora, fsdp_lora and zero3 for lora; the other engines take both"),
         todo=tr(
             'Take another engine, or set SET = "method={wanted}, quantization.load_in_4bit={four_bits}".',
-            wanted=wanted,
-            four_bits="true" if wanted == "qlora" else "false",
+            wanted=needed,
+            four_bits="true" if needed == "qlora" else "false",
         ),
     )
 
@@ -89,10 +83,10 @@ def _quantize_on(device: int | str) -> None:
 
     stock = Params4bit._quantize
 
-    def quantize(self: Any, wanted: Any) -> Any:
+    def quantize(self: Any, target: Any) -> Any:
         stock(self, device)
-        self.data = self.data.to(wanted)
-        self.quant_state.to(wanted)
+        self.data = self.data.to(target)
+        self.quant_state.to(target)
         return self
 
     Params4bit._quantize = quantize  # type: ignore[method-assign]
@@ -115,17 +109,18 @@ def _allow_cpu() -> None:
 
     stock = AcceleratorState.__init__
 
-    def init(self: Any, *args: Any, fsdp_plugin: Any = None, deepspeed_plugin: Any = None, **more: Any) -> None:
-        stock(self, *args, fsdp_plugin=fsdp_plugin, deepspeed_plugin=deepspeed_plugin, **more)
-        on_cpus = self.distributed_type == DistributedType.MULTI_CPU
-        if on_cpus and fsdp_plugin is not None:
-            self.fsdp_plugin = fsdp_plugin
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        stock(self, *args, **options)
+        if self.distributed_type != DistributedType.MULTI_CPU:
+            return
+        if plugin := options.get("fsdp_plugin"):
+            self.fsdp_plugin = plugin
             self.distributed_type = DistributedType.FSDP
-        elif on_cpus and deepspeed_plugin is not None:
-            self.deepspeed_plugins = deepspeed_plugin
+        elif plugin := options.get("deepspeed_plugin"):
+            self.deepspeed_plugins = plugin
             self.distributed_type = DistributedType.DEEPSPEED
-            deepspeed_plugin.set_mixed_precision(self._mixed_precision)
-            deepspeed_plugin.select(_from_accelerator_state=True)
+            plugin.set_mixed_precision(self._mixed_precision)
+            plugin.select(_from_accelerator_state=True)
         PartialState._shared_state["distributed_type"] = self.distributed_type
 
     AcceleratorState.__init__ = init

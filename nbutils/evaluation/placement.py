@@ -72,7 +72,7 @@ def fit(gib: float, gpu: hardware.GPU | None) -> bool:
     """Whether weights of this size fit into what is free now: of the GPU, or of RAM without one."""
     import torch
 
-    free = platforms.free_memory_gib().value - SPARE_RAM_GIB
+    free = platforms.free_memory_gib() - SPARE_RAM_GIB
     if gpu:
         hardware.free_memory()
         free = torch.cuda.mem_get_info()[0] / files.GIB - WORK_GIB

@@ -87,10 +87,9 @@ class StoredTensor:
         """The bytes of some rows."""
         first, last, _ = rows.indices(self.rows)
         row_size = self.size // self.rows
+        start = self.start + first * row_size
         count = (last - first) * row_size
-        content = np.fromfile(self.file, np.uint8, count, offset=self.start + first * row_size)
-        if len(content) < count:
-            raise damaged(self.file, tr("it ends too early"))
+        content = np.fromfile(self.file, np.uint8, count, offset=start)  # the header was checked: the file has them
         return content.data
 
     def tensor(self, rows: slice = ALL) -> torch.Tensor:
@@ -236,24 +235,23 @@ def weights_fingerprint(model: ModelFolder) -> str:
         with open(model.path / shard, "rb", buffering=0) as file:
             for name, tensor in tensors.items():
                 digest.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
-                for offset in _sample_offsets(tensor.size):
+                last = max(0, tensor.size - SAMPLE)
+                offsets = {0, last // 2, last}
+                for offset in sorted(offsets):
                     file.seek(tensor.start + offset)
                     sample = file.read(min(SAMPLE, tensor.size))
                     digest.update(sample)
     return digest.hexdigest()[:16]
 
 
-def _sample_offsets(size: int) -> list[int]:
-    last = max(0, size - SAMPLE)
-    return sorted({0, last // 2, last})
-
-
 def copy_companions(out: Path, base: ModelFolder, adapter: Path, dtype: str, untied: bool) -> None:
     """Config, tokenizer and other small files: the base's, but the tokenizer files of the adapter if it has any."""
-    for pattern in (*SMALL_FILES, *TOKENIZER_FILES):
-        _copy_files(base.path, pattern, out)
-    for pattern in TOKENIZER_FILES:
-        _copy_files(adapter, pattern, out)
+    sources = [(base.path, pattern) for pattern in (*SMALL_FILES, *TOKENIZER_FILES)]
+    sources += [(adapter, pattern) for pattern in TOKENIZER_FILES]
+    for folder, pattern in sources:
+        for file in folder.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, out / file.name)
     config = dict(base.config)
     if dtype != "auto":
         config.pop("torch_dtype", None)  # the former name of dtype
@@ -261,9 +259,3 @@ def copy_companions(out: Path, base: ModelFolder, adapter: Path, dtype: str, unt
     if untied:
         config["tie_word_embeddings"] = False
     files.write_json(out / "config.json", config)
-
-
-def _copy_files(folder: Path, pattern: str, out: Path) -> None:
-    for file in folder.glob(pattern):
-        if file.is_file():
-            shutil.copyfile(file, out / file.name)

@@ -1,7 +1,6 @@
 """`merge_adapter`: an adapter merged into its base, streamed from disk to disk, shard by shard.
 
-Workers compute blocks of rows, the main thread writes them. A shard takes its name when it is on disk: an interrupted
-merge goes on from there.
+Workers compute blocks of rows, the main thread writes them. The folder takes its name once all is on disk.
 """
 
 from __future__ import annotations
@@ -9,10 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -20,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import disk, files, models, platforms
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, require_choice
 from nbutils.language import tr
 from nbutils.merging import folder as model_folder
 from nbutils.merging.folder import (
     ALL,
+    CODES,
     FLOATS,
     MIN_ROWS,
     ModelFolder,
@@ -44,7 +43,7 @@ from nbutils.merging.weights import (
 from nbutils.record import RunFolder
 
 ONTO = ("full", "dequantized")
-JOURNAL = "journal.json"
+DTYPES = ("auto", *CODES)
 MAX_WORKERS = 8
 TOLERANCE = 1.01  # units in the last place in which a proof may differ: another CPU adds in another order
 SPARE = 1.02  # of the weights' size on disk
@@ -55,7 +54,7 @@ Plans = Mapping[str, WeightPlan]
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What a merge did. `resumed_shards`: written by an interrupted merge; `reused`: the model was there already."""
+    """What a merge did. `reused`: the model was there already; `resumed_shards`: 0, a merge begins anew."""
 
     folder: Path
     base: str
@@ -72,19 +71,14 @@ class MergeReport:
     untied: bool = False
 
     def __str__(self) -> str:
-        size = f"{self.bytes / files.GIB:.2f} GiB, {self.dtype}"
         if self.reused:
-            return tr(
-                "merged: {folder} ({size}) is there already, made from this adapter: nothing to do",
-                folder=self.folder,
-                size=size,
-            )
+            return tr("merged: {folder} is there already, made from this adapter: nothing to do", folder=self.folder)
         return tr(
             "merged: {merged} weights changed, {copied} copied: {folder} ({size}; {seconds:.1f} s, {device})",
             merged=self.merged,
             copied=self.copied,
             folder=self.folder,
-            size=size,
+            size=f"{self.bytes / files.GIB:.2f} GiB, {self.dtype}",
             seconds=self.seconds,
             device=self.device,
         )
@@ -96,7 +90,7 @@ class MergeReport:
 
 def merge_adapter(
     base: str | Path,
-    adapter: str | Path | Sequence[Path],
+    adapter: str | Path,
     out: str | Path,
     *,
     dtype: str = "auto",
@@ -105,41 +99,46 @@ def merge_adapter(
     quantization: Mapping[str, Any] | None = None,
     replace_other: bool = True,
 ) -> MergeReport:
-    """Write base + adapter (or several, one after another) to `out`; a finished merge of them is reused.
+    """Write base + adapter to `out`; a finished merge of them is reused.
 
     `dtype`: float32, float16, bfloat16 or auto, the base's own; `device`: cpu or cuda. `onto`: full, or dequantized,
     the base as 4-bit training saw it. `replace_other`: whether another model of this course may be replaced there.
 
     Example: `merging.merge_adapter("Qwen/Qwen3-0.6B", "runs/first/adapter", "runs/first/merged", dtype="bfloat16")`
     """
-    paths = [Path(adapter)] if isinstance(adapter, str | Path) else list(adapter)
-    model, adapters = _open_all(base, paths)
+    require_choice("onto", onto, ONTO)
+    require_choice("dtype", dtype, DTYPES)
+    model, trained = _open_both(base, Path(adapter))
     out = Path(out)
-    files.require_apart(out, model.path, *paths)
-    plans = plan_weights(model, adapters)
-    if onto not in ONTO:
-        raise ValueError(f"onto is {onto!r}; it may be full or dequantized")
+    files.require_apart(out, model.path, trained.path)
+    plans = plan_weights(model, trained)
     if onto == "dequantized":
         settings = FOUR_BIT | dict(quantization or {})
         for name in plans.keys() & quantized_weights(model.path):
             if not plans[name].replaced:
                 plans[name] = replace(plans[name], dequantized=settings)
     dtype = model.dtype if dtype == "auto" else dtype
-    about = _source_of(model, paths) | {"dtype": dtype, "onto": onto}
+    about: dict[str, Any] = {  # the same on every machine
+        "base": model.name,
+        "base_mark": model_folder.weights_fingerprint(model),
+        "adapter": _adapter_fingerprint(trained.path),
+        "dtype": dtype,
+        "onto": onto,
+    }
     if quantization and onto == "dequantized":
         about["quantization"] = dict(quantization)
-    tuned = sum(plan.is_tuned for plan in plans.values())
+    changed = sum(plan.is_tuned for plan in plans.values())
     report = MergeReport(
         folder=out,
         base=model.name,
-        adapter=", ".join(map(str, paths)),
+        adapter=str(adapter),
         dtype=dtype,
         onto=onto,
         device=device,
-        merged=tuned,
-        copied=len(plans) - tuned,
+        merged=changed,
+        copied=len(plans) - changed,
         bytes=_size_bytes(plans, dtype),
-        untied=unties_head(model, adapters),
+        untied=unties_head(model, trained),
     )
     if files.stamp(out) == about:
         return replace(report, reused=True)
@@ -149,39 +148,27 @@ def merge_adapter(
             tr("{folder} holds another model, or an adapter.", folder=out),
             todo=tr("Name another folder as the last argument; --replace replaces a model."),
         )
-    return _write_model(model, plans, report, about, paths[-1])
+    return _write_model(model, plans, report, about, trained.path)
 
 
-def _open_all(base: str | Path, paths: Sequence[Path]) -> tuple[ModelFolder, list[ModelFolder]]:
-    """The base and its adapters; an adapter of another base is refused by its name."""
-    for path in paths:
-        config = models.read_config(path / model_folder.ADAPTER_CONFIG)
-        trained_on = str(config.get("base_model_name_or_path") or base)
-        if _bare_name(trained_on) != _bare_name(base):
-            raise CourseError(
-                tr("The adapter was trained on {trained_on}, the base is {base}.", trained_on=trained_on, base=base),
-                todo=tr(
-                    "Use the MODEL of lesson 03, or another RUN_NAME; if it is the same model, give its folder that "
-                    "name."
-                ),
-            )
-    return open_base(base), [open_adapter(path) for path in paths]
+def _open_both(base: str | Path, adapter: Path) -> tuple[ModelFolder, ModelFolder]:
+    """The base and its adapter; an adapter of another base is refused by its name."""
+    config = models.read_config(adapter / model_folder.ADAPTER_CONFIG)
+    trained_on = str(config.get("base_model_name_or_path") or base)
+    if _bare_name(trained_on) != _bare_name(base):
+        raise CourseError(
+            tr("The adapter was trained on {trained_on}, the base is {base}.", trained_on=trained_on, base=base),
+            todo=tr(
+                "Use the MODEL of lesson 03, or another RUN_NAME; if it is the same model, give its folder that name."
+            ),
+        )
+    return open_base(base), open_adapter(adapter)
 
 
 def _bare_name(base: str | Path) -> str:
     """The name without owner and quantization."""
     name = Path(model_folder.model_name(base)).name
     return model_folder.QUANTIZED_SUFFIX.sub("", name).lower()
-
-
-def _source_of(model: ModelFolder, adapters: Sequence[Path]) -> dict[str, Any]:
-    """What a merged model is made from; the same on every machine."""
-    fingerprints = [_adapter_fingerprint(path) for path in adapters]
-    return {
-        "base": model.name,
-        "base_mark": model_folder.weights_fingerprint(model),
-        "adapter": fingerprints[0] if len(fingerprints) == 1 else fingerprints,
-    }
 
 
 def _adapter_fingerprint(adapter: Path) -> Any:
@@ -199,18 +186,13 @@ def check(base: str | Path, adapter: Path, onto: str, method: str) -> None:
 
     Example: `merging.check("Qwen/Qwen3-0.6B", Path("runs/first/adapter"), onto="full", method="qlora")`
     """
-    if onto not in ONTO or (onto == "dequantized" and method != "qlora"):
-        raise CourseError(
-            tr("MERGE_ONTO is {onto!r}, with method {method}.", onto=onto, method=method),
-            allowed=tr("full; or dequantized, for adapters that a qlora profile trained on 4 bits"),
-            todo=tr('Set MERGE_ONTO = "full".'),
-        )
-    plan_weights(*_open_all(base, [adapter]))
+    require_choice("MERGE_ONTO", onto, ONTO if method == "qlora" else ("full",))
+    plan_weights(*_open_both(base, adapter))
 
 
 def size_gib(base: str | Path, adapter: Path, dtype: str = "auto") -> float:
     """GiB of disk that the merged model will take, with a little to spare."""
-    plans = plan_weights(open_base(base), [open_adapter(adapter)])
+    plans = plan_weights(open_base(base), open_adapter(adapter))
     return _size_bytes(plans, dtype) * SPARE / files.GIB + 0.05
 
 
@@ -245,36 +227,30 @@ def _size_bytes(plans: Plans, dtype: str) -> int:
 def _write_model(
     model: ModelFolder, plans: Plans, report: MergeReport, about: dict[str, Any], adapter: Path
 ) -> MergeReport:
-    """Write the shards that an interrupted merge of the same source has not finished, and the files beside them."""
+    """Write the shards, and the files beside them."""
     from tqdm.auto import tqdm
 
     out = report.folder
     started = time.perf_counter()
     files.make_folder(out.parent, tr("the merged model"))
-    needed = report.bytes * SPARE / files.GIB - disk.folder_gib(files.partial_of(out))  # of an interrupted merge
-    disk.require_disk(out.parent, max(0.0, needed) + 0.05, tr("writing the merged model"))
     bar = tqdm(total=report.bytes, unit="B", unit_scale=True, desc=tr("merging"))
     try:
-        with bar, _one_thread(), files.complete_folder(out, about, resume=True) as folder:
-            finished = _finished_shards(folder, about)
+        with bar, _one_thread(), files.complete_folder(out, about) as folder:
+            disk.require_disk(folder, report.bytes * SPARE / files.GIB, tr("writing the merged model"))
             for shard in model.shards:
                 part = {name: plan for name, plan in plans.items() if plan.shard == shard}
-                if shard in finished:
-                    bar.update(_size_bytes(part, report.dtype))
-                else:
-                    write_shard(folder / shard, part, report, bar.update)
+                write_shard(folder / shard, part, report, bar.update)
             model_folder.copy_companions(folder, model, adapter, report.dtype, report.untied)
             if model_folder.SINGLE not in model.shards:
                 weight_map = {name: plan.shard for name, plan in plans.items()}
                 index = {"metadata": {"total_size": report.bytes}, "weight_map": weight_map}
                 files.write_json(folder / model_folder.INDEX, index)
-            (folder / JOURNAL).unlink()  # last: until then an interrupted merge continues
     except OSError as problem:
         raise CourseError(
             tr("Writing {folder} failed: {problem}.", folder=out, problem=problem.strerror or problem),
-            todo=tr("Check that disk or name a folder on another one, and run this again: finished files are kept."),
+            todo=tr("Check that disk or name a folder on another one, and run this again."),
         ) from problem
-    return replace(report, seconds=time.perf_counter() - started, resumed_shards=len(finished))
+    return replace(report, seconds=time.perf_counter() - started)
 
 
 @contextmanager
@@ -290,64 +266,49 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _finished_shards(folder: Path, about: dict[str, Any]) -> list[str]:
-    """The shards that an interrupted merge of the same weights finished; everything else is removed."""
-    resumes = files.read_object(folder / JOURNAL) == about
-    finished = []
-    for path in folder.iterdir():
-        if resumes and path.suffix == ".safetensors" and path.is_file() and not path.is_symlink():
-            finished.append(path.name)
-        else:
-            files.remove(path)
-    files.write_json(folder / JOURNAL, about)
-    return finished
-
-
 def write_shard(file: Path, plans: Plans, report: MergeReport, progress: Callable[[int], Any]) -> None:
-    """Compute and write one shard; it takes its name when it is on disk."""
+    """Compute and write one shard."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, plan in plans.items():
         source = plan.source
         end = offset + source.bytes_as(report.dtype)
-        entries[name] = {"dtype": source.code_as(report.dtype), "shape": source.shape, "data_offsets": [offset, end]}
+        entries[name] = {
+            "dtype": source.code_as(report.dtype),
+            "shape": source.shape,
+            "data_offsets": [offset, end],
+        }
         offset = end
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    partial = file.with_suffix(".partial")
-    with open(partial, "wb") as out:
+    with open(file, "wb") as out:
         out.write(len(header).to_bytes(8, "little") + header)
         for content in _compute_blocks(plans, report):
             out.write(content)
             progress(len(content))
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(partial, file)
 
 
 def _compute_blocks(plans: Plans, report: MergeReport) -> Iterator[memoryview]:
     """The merged weights as bytes, in order, computed a few blocks ahead of the disk."""
-    workers = min(MAX_WORKERS, math.ceil(platforms.processors().value))
+    workers = min(MAX_WORKERS, math.ceil(platforms.processors()))
     if report.device != "cpu" or report.onto == "dequantized":  # a dequantized weight is computed whole
         workers = 1
     pending: deque[Future[memoryview]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for name, plan in plans.items():
-            updates = [update.load(report.device) for update in plan.updates]
-            if not (updates or plan.dequantized):  # in one dimension: a row of stacked experts is too large
+            apply = plan.update.load(report.device) if plan.update else None
+            if not (apply or plan.dequantized):  # in one dimension: a row of stacked experts is too large
                 plan = replace(plan, source=replace(plan.source, shape=(math.prod(plan.source.shape),)))
             blocks = [ALL] if plan.dequantized else plan.source.blocks()
             for rows in blocks:
-                pending.append(pool.submit(_compute_block, name, plan, updates, rows, report))
+                pending.append(pool.submit(_compute_block, name, plan, apply, rows, report))
                 if len(pending) > 2 * workers:
                     yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
 
 
-def _compute_block(
-    name: str, plan: WeightPlan, updates: Sequence[Apply], rows: slice, report: MergeReport
-) -> memoryview:
+def _compute_block(name: str, plan: WeightPlan, apply: Apply | None, rows: slice, report: MergeReport) -> memoryview:
     """Some rows of a merged weight as bytes; a result with infinite or undefined numbers is refused."""
     import torch
 
@@ -356,7 +317,7 @@ def _compute_block(
         return plan.source.read(rows)
     dtype = FLOATS[code]
     with torch.inference_mode():
-        weight = compute_rows(plan, updates, dtype, rows, report.device)
+        weight = compute_rows(plan, apply, dtype, rows, report.device)
         if not math.isfinite(weight.sum()) and not bool(weight.isfinite().all()):  # the sum is quick
             raise CourseError(
                 tr("{weight} has infinite or undefined values after the merge in {dtype}.", weight=name, dtype=dtype),
@@ -369,12 +330,11 @@ def prove(base: str | Path, adapter: Path, folder: Path, *, onto: str = "full") 
     """Compute some rows of every weight again: it finds a forgotten layer, another adapter, a changed file."""
     model = open_base(base)
     merged = open_base(folder).weights
-    plans = plan_weights(model, [open_adapter(adapter)])
-    whole = quantized_weights(model.path) if onto == "dequantized" else set()
-    compared = {name: plan for name, plan in plans.items() if name not in whole}
+    plans = plan_weights(model, open_adapter(adapter))
+    only_whole = quantized_weights(model.path) if onto == "dequantized" else set()
+    compared = {name: plan for name, plan in plans.items() if name not in only_whole}
     different = sorted(plans.keys() ^ merged.keys())
-    if not different:
-        different = [name for name, plan in compared.items() if not _rows_agree(plan, merged[name])]
+    different = different or [name for name, plan in compared.items() if not _rows_agree(plan, merged[name])]
     if different:
         raise CourseError(
             tr("{weight} in {folder} is not base + adapter.", weight=different[0], folder=folder),
@@ -385,8 +345,8 @@ def prove(base: str | Path, adapter: Path, folder: Path, *, onto: str = "full") 
         compared=len(compared),
         changed=sum(plan.is_tuned for plan in compared.values()),
     )
-    if whole:
-        text += tr("; {count} can only be computed whole and were left out", count=len(whole))
+    if only_whole:
+        text += tr("; {count} can only be computed whole and were left out", count=len(only_whole))
     return text
 
 
@@ -398,13 +358,13 @@ def _rows_agree(plan: WeightPlan, written: StoredTensor) -> bool:
         return False
     if written.dtype not in FLOATS:
         return written.read(ALL) == plan.source.read(ALL)
-    updates = [update.load("cpu") for update in plan.updates]
+    apply = plan.update.load("cpu") if plan.update else None
     blocks = list(split_rows(written.rows, MIN_ROWS))
     for rows in (blocks[0], blocks[-1]):
-        found = written.tensor(rows)
-        expected = compute_rows(plan, updates, FLOATS[written.dtype], rows)
-        step = torch.finfo(found.dtype).eps
+        actual = written.tensor(rows)
+        expected = compute_rows(plan, apply, FLOATS[written.dtype], rows)
+        step = torch.finfo(actual.dtype).eps
         noise = step * 1e-3 * expected.double().abs().mean()
-        if not torch.allclose(found.double(), expected.double(), rtol=TOLERANCE * step, atol=float(noise)):
+        if not torch.allclose(actual.double(), expected.double(), rtol=TOLERANCE * step, atol=float(noise)):
             return False
     return True

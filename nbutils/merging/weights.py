@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 EITHER = re.compile(r"\.(lm_head|embed_tokens)\.")
-# weight so far, weight of the base, rows of both -> weight with the update
-Apply = Callable[["torch.Tensor", "torch.Tensor", slice], "torch.Tensor"]
+Apply = Callable[["torch.Tensor", slice], "torch.Tensor"]  # some rows of a weight of the base -> the same, tuned
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,13 @@ class LoraUpdate:
         if self.magnitude:
             magnitude = self.magnitude.tensor().to(device, torch.float32)
 
-        def apply(weight: torch.Tensor, base: torch.Tensor, rows: slice) -> torch.Tensor:
-            delta = b[rows] @ a
-            delta.mul_(self.scale)
+        def apply(base: torch.Tensor, rows: slice) -> torch.Tensor:
+            weight = b[rows] @ a
+            weight.mul_(self.scale).add_(base)
             if magnitude is None:
-                return delta.add_(weight)
-            norm = torch.linalg.norm(base + delta, dim=1)
-            factor = magnitude[rows] / norm
-            return factor.view(-1, 1) * (weight + delta)
+                return weight
+            factor = magnitude[rows] / torch.linalg.norm(weight, dim=1)
+            return factor.view(-1, 1) * weight
 
         return apply
 
@@ -64,35 +62,31 @@ class WeightPlan:
 
     source: StoredTensor
     shard: str  # the file it is written to
-    updates: tuple[LoraUpdate, ...] = ()
+    update: LoraUpdate | None = None
     dequantized: Mapping[str, Any] | None = None
     replaced: bool = False  # by a weight of the adapter (modules_to_save)
 
     @property
     def is_tuned(self) -> bool:
-        """Whether an adapter changes it."""
-        return self.replaced or bool(self.updates)
+        """Whether the adapter changes it."""
+        return self.replaced or self.update is not None
 
 
-def plan_weights(base: ModelFolder, adapters: Sequence[ModelFolder]) -> dict[str, WeightPlan]:
+def plan_weights(base: ModelFolder, adapter: ModelFolder) -> dict[str, WeightPlan]:
     """The plan of every weight of the merged model, by name."""
     plans = {name: WeightPlan(tensor, shard=tensor.file.name) for name, tensor in base.weights.items()}
-    if unties_head(base, adapters):
+    if unties_head(base, adapter):
         plans.setdefault(HEAD, plans[EMBEDDING])
-    for adapter in adapters:
-        _require_mergeable(adapter)
-        _add_adapter(plans, adapter)
+    _require_mergeable(adapter)
+    _add_adapter(plans, adapter)
     return plans
 
 
-def unties_head(base: ModelFolder, adapters: Sequence[ModelFolder]) -> bool:
+def unties_head(base: ModelFolder, adapter: ModelFolder) -> bool:
     """Whether output layer and embedding, one matrix in the base, differ after the merge."""
     names = base.weights
     tied = base.config.get("tie_word_embeddings", HEAD not in names)
-    if not tied or EMBEDDING not in names:
-        return False
-    keys = [key for adapter in adapters for key in adapter.weights]
-    return any(EITHER.search(key) for key in keys)
+    return tied and EMBEDDING in names and any(EITHER.search(key) for key in adapter.weights)
 
 
 def _require_mergeable(adapter: ModelFolder) -> None:
@@ -106,7 +100,6 @@ def _require_mergeable(adapter: ModelFolder) -> None:
     if problems:
         raise CourseError(
             tr("{folder} uses {kind}, which cannot be merged here.", folder=adapter.path, kind=problems[0]),
-            allowed=tr("LoRA, rsLoRA and DoRA, with modules_to_save"),
             todo=tr("Merge it with PEFT's merge_and_unload on a machine with enough memory, or serve it unmerged."),
         )
 
@@ -119,28 +112,23 @@ def init_changes_base(config: Mapping[str, Any]) -> bool:
 
 def _add_adapter(plans: dict[str, WeightPlan], adapter: ModelFolder) -> None:
     """Give each weight what the adapter has for it; a tensor that fits no weight is refused."""
-    left = {_bare_key(key): tensor for key, tensor in adapter.weights.items()}
+    unused = {_bare_key(key): tensor for key, tensor in adapter.weights.items()}
     for name, plan in plans.items():
         shape = plan.source.shape
-        if name in left and left[name].shape == shape:
-            plan = replace(plan, source=left.pop(name), replaced=True)
+        if name in unused and unused[name].shape == shape:
+            plan = replace(plan, source=unused.pop(name), replaced=True)
         module = name.removesuffix(".weight")
-        a = left.get(f"{module}.lora_A")
-        b = left.get(f"{module}.lora_B")
+        a = unused.get(f"{module}.lora_A")
+        b = unused.get(f"{module}.lora_B")
         if a and b and a.rows == adapter.config["r"] and (b.rows, a.shape[-1]) == shape:
-            magnitude = left.pop(f"{module}.lora_magnitude_vector", None)
-            update = LoraUpdate(b, a, _scale_of(adapter.config), magnitude)
-            plan = replace(plan, updates=(*plan.updates, update))
-            del left[f"{module}.lora_A"], left[f"{module}.lora_B"]
+            magnitude = unused.pop(f"{module}.lora_magnitude_vector", None)
+            plan = replace(plan, update=LoraUpdate(b, a, _scale_of(adapter.config), magnitude))
+            del unused[f"{module}.lora_A"], unused[f"{module}.lora_B"]
         plans[name] = plan
-    if left:
-        key = min(left)
+    if unused:
+        key = min(unused)
         raise CourseError(
-            tr("The adapter's {key}, of shape {shape}, fits no weight of the base.", key=key, shape=left[key].shape),
-            allowed=tr(
-                "for a module of the base lora_A and lora_B of rank r and of its shape, a DoRA magnitude, or the "
-                "whole module (modules_to_save)"
-            ),
+            tr("The adapter's {key}, of shape {shape}, fits no weight of the base.", key=key, shape=unused[key].shape),
             todo=tr(
                 "Use the base that adapter_config.json names, with its embeddings resized as before training; save "
                 "the adapter again if a part is missing; merge a LoRA on an embedding with PEFT's merge_and_unload."
@@ -174,19 +162,16 @@ def quantized_weights(folder: Path) -> set[str]:
     return {f"{name}.weight" for name in linear if should_convert_module(name, skipped)}
 
 
-def compute_rows(
-    plan: WeightPlan, updates: Sequence[Apply], dtype: str, rows: slice, device: str = "cpu"
-) -> torch.Tensor:
-    """Some rows of a merged weight: every update added in float32, rounded once to the torch `dtype`."""
+def compute_rows(plan: WeightPlan, apply: Apply | None, dtype: str, rows: slice, device: str = "cpu") -> torch.Tensor:
+    """Some rows of a merged weight: the update added in float32, rounded once to the torch `dtype`."""
     import torch
 
-    base = plan.source.tensor(rows).to(device)
+    weight = plan.source.tensor(rows).to(device)
     if plan.dequantized:
-        base = _through_4_bits(base, plan.dequantized)
-    base = base.float()
-    weight = base
-    for apply in updates:
-        weight = apply(weight, base, rows)
+        weight = _through_4_bits(weight, plan.dequantized)
+    weight = weight.float()
+    if apply:
+        weight = apply(weight, rows)
     return weight.to("cpu", getattr(torch, dtype))
 
 

@@ -17,13 +17,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import psutil
 from pydantic import Field
 
 from nbutils.config import Strict, read_table
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, require_choice
 from nbutils.files import CHECKOUT, GIB, fs_root
 from nbutils.language import tr
 from nbutils.masking import mask_secrets, remember_secret
@@ -70,10 +70,8 @@ class Platform:
 
     @property
     def entry(self) -> Entry:
-        """What is known about it, its texts in the language of the course."""
-        entry = table()[self.name]
-        texts = {name: tr(getattr(entry, name)) for name in ("gpu_todo", "hub_todo", "keep_todo")}
-        return entry.model_copy(update=texts)
+        """What is known about it."""
+        return table()[self.name]
 
 
 def detect() -> Platform:
@@ -83,12 +81,7 @@ def detect() -> Platform:
         print(platforms.detect().name)
     """
     if name := os.environ.get("NBUTILS_PLATFORM"):
-        if name not in table():
-            raise CourseError(
-                tr("NBUTILS_PLATFORM is {name!r}.", name=name),
-                allowed=", ".join(table()),
-                todo=tr("Set one of these, or unset it and let the course detect the platform."),
-            )
+        require_choice("NBUTILS_PLATFORM", name, table())
         return _platform(name, "NBUTILS_PLATFORM is set")
     for name, entry in table().items():
         if proofs := [proof for proof in entry.proof if _is_present(proof)]:
@@ -106,8 +99,8 @@ def _is_present(proof: str) -> bool:
     if proof.startswith("/"):
         return os.path.exists(fs_root() / proof[1:])  # `Path.exists` raises where this user may not look
     name, _, value = proof.partition("=")
-    given = os.environ.get(name, "")
-    return given == value if value else bool(given)
+    actual = os.environ.get(name, "")
+    return actual == value if value else bool(actual)
 
 
 def in_kernel() -> bool:
@@ -116,77 +109,58 @@ def in_kernel() -> bool:
     return bool(shell and shell.get_ipython() and "ipykernel" in sys.modules)
 
 
-class Limit(NamedTuple):
-    """A number that holds for this process, and where it was read."""
-
-    value: float
-    source: str
-
-
 def session_seconds(platform: Platform) -> float:
     """How long this machine has been up on a platform that counts the hours; 0 elsewhere."""
     if not platform.entry.hours:
         return 0.0
-    try:
-        return max(0.0, time.time() - _start_time())
-    except (OSError, psutil.Error):
-        return 0.0
+    with suppress(OSError, psutil.Error):
+        if fs_root() != Path("/"):  # a simulated machine
+            return time.time() - (fs_root() / "proc/1").stat().st_mtime
+        return time.time() - psutil.Process(1).create_time()
+    return 0.0
 
 
-def _start_time() -> float:
-    """When this machine was started; a simulated one has it as the date of its /proc/1."""
-    if fs_root() == Path("/"):
-        return psutil.Process(1).create_time()
-    return (fs_root() / "proc/1").stat().st_mtime
-
-
-def processors() -> Limit:
+def processors() -> float:
     """How many processors this process may use; a container may have half a one."""
     count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # Linux has it
         count = len(os.sched_getaffinity(0))
-    allowed = Limit(count, tr("the processors this process may run on"))
     quota = _cgroup("cpu.max")
     if not quota:  # cgroups v1
         quota = _cgroup("cpu/cpu.cfs_quota_us") + _cgroup("cpu/cpu.cfs_period_us")
     if len(quota) < 2 or quota[0] in ("max", "-1"):
-        return allowed
-    share = int(quota[0]) / int(quota[1])
-    return min(allowed, Limit(share, f"/{CGROUP}"))
+        return count
+    return min(count, int(quota[0]) / int(quota[1]))
 
 
-def memory_gib() -> Limit:
+def memory_gib() -> float:
     """How much memory this process may use."""
-    machine = Limit(psutil.virtual_memory().total / GIB, tr("the machine's memory"))
-    return min(machine, _container_gib(used=0))
+    return min(psutil.virtual_memory().total / GIB, _container_gib(used=0))
 
 
-def free_memory_gib() -> Limit:
+def free_memory_gib() -> float:
     """How much memory this process can still take: what a container has used is not free, whatever the machine says.
 
     Example:
-        if platforms.free_memory_gib().value < 8:
+        if platforms.free_memory_gib() < 8:
             print("close other notebooks first")
     """
-    machine = Limit(psutil.virtual_memory().available / GIB, tr("the machine's free memory"))
-    usage = _cgroup("memory.current", "memory/memory.usage_in_bytes")
-    if not usage:
-        return min(machine, _container_gib(used=0))
-    words = _cgroup("memory.stat", "memory/memory.stat")
-    stat = dict(zip(words[::2], words[1::2], strict=True))
-    # cached files that can be dropped at once are not in use
-    dropped = stat.get("total_inactive_file") or stat.get("inactive_file") or "0"
-    used = max(0, int(usage[0]) - int(dropped))
-    return min(machine, _container_gib(used))
+    used = 0
+    if usage := _cgroup("memory.current", "memory/memory.usage_in_bytes"):
+        words = _cgroup("memory.stat", "memory/memory.stat")
+        stat = dict(zip(words[::2], words[1::2], strict=True))
+        # cached files that can be dropped at once are not in use
+        dropped = stat.get("total_inactive_file") or stat.get("inactive_file") or "0"
+        used = max(0, int(usage[0]) - int(dropped))
+    return min(psutil.virtual_memory().available / GIB, _container_gib(used))
 
 
-def _container_gib(used: int) -> Limit:
+def _container_gib(used: int) -> float:
     """What a container has besides what is used; without a limit, infinitely much."""
     limit = _cgroup("memory.max", "memory/memory.limit_in_bytes")
-    left = math.inf
-    if limit not in ([], ["max"]):
-        left = max(0, int(limit[0]) - used)
-    return Limit(left / GIB, f"/{CGROUP}")
+    if limit in ([], ["max"]):
+        return math.inf
+    return max(0, int(limit[0]) - used) / GIB
 
 
 def _cgroup(*names: str) -> list[str]:
@@ -221,7 +195,7 @@ def _stored_secret(name: str) -> str:
         return str(UserSecretsClient().get_secret(name) or "")
     except Exception as problem:  # seven documented types, of which none may cost the learner the lesson
         kind = type(problem).__name__  # its text is not shown, it may hold what it must not
-        if kind == "SecretNotFoundError" or "No user secrets exist" in str(problem) or isinstance(problem, ImportError):
+        if kind in ("SecretNotFoundError", "ModuleNotFoundError") or "No user secrets exist" in str(problem):
             return ""
         if kind not in ("NotebookAccessError", "BackendError"):  # after these two the next secret may be answered
             os.environ[SECRETS_STATE] = store
@@ -279,7 +253,7 @@ def folders(platform: Platform) -> Folders:
     if platform.name == "colab" and drive_mounted():
         lasting = {root / RUNS: tr("it is on your Drive")}
     keep = home or next(iter(lasting), work / "runs")
-    remark = _why_it_lasts(keep, lasting)
+    remark = next((why for place, why in lasting.items() if keep.is_relative_to(place.parent)), "")
     if home and not home.is_relative_to(scratch) and (mounted := mount_point_of(home)):
         remark = tr("NBUTILS_HOME is on the disk mounted at {place}", place=mounted)
     earlier = [place for place in dict.fromkeys([*known, work / "runs"]) if place != keep]
@@ -296,20 +270,12 @@ def folders(platform: Platform) -> Folders:
 
 def _chosen_home(platform: Platform) -> Path | None:
     """The folder in NBUTILS_HOME; not one on Drive that is not mounted: made there, it would keep Drive from it."""
-    given = os.environ.get("NBUTILS_HOME")
-    if not given:
+    folder = os.environ.get("NBUTILS_HOME")
+    if not folder:
         return None
-    home = Path(os.path.expanduser(given)).absolute()
+    home = Path(folder).expanduser().absolute()
     on_drive = platform.name == "colab" and home.is_relative_to(fs_root() / MOUNT_POINT)
     return None if on_drive and not drive_mounted() else home
-
-
-def _why_it_lasts(keep: Path, lasting: dict[Path, str]) -> str:
-    """The remark of the lasting place a folder is in; empty if it is in none."""
-    for place, remark in lasting.items():
-        if keep.is_relative_to(place.parent):
-            return remark
-    return ""
 
 
 def cannot_write(folder: Path) -> str:
@@ -323,14 +289,8 @@ def cannot_write(folder: Path) -> str:
 
 def use_model_cache(platform: Platform, places: Folders) -> str:
     """Move the download cache off a small system disk, before huggingface_hub is imported; says what was done."""
-    if os.path.expanduser("~") == "~":  # neither HOME nor an account: libraries would write to a folder of that name
-        raise CourseError(
-            tr("This user has no home folder; HOME is not set."),
-            todo=tr("Set HOME, as in `export HOME=/tmp/me`, then run this again."),
-        )
-    if not platform.entry.cache:
-        return ""
-    if any(os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")):
+    variables = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+    if not platform.entry.cache or any(os.environ.get(name) for name in variables):
         return ""
     if any(Path.home().glob(".cache/huggingface/hub/models--*")):
         return ""
@@ -353,7 +313,7 @@ def find_input(inputs: Path | None, name: str) -> Path | None:
     if len(paths) > 1:
         places = ", ".join(map(str, paths))
         raise CourseError(
-            tr("{name!r} was found {count} times: {places}.", name=name, count=len(paths), places=places),
+            tr("{name!r} was found several times: {places}.", name=name, places=places),
             todo=tr("Write more of the path in front of it, or the whole path."),
         )
     return paths[0] if paths else None
@@ -388,21 +348,22 @@ def drive_mounted() -> bool:
     return os.path.exists(place) and is_mount(place)
 
 
-def mount_drive(platform: Platform) -> str:
+def mount_drive() -> str:
     """Mount Google Drive on Colab if it is not there yet; says what happened and never stops the lesson."""
-    if platform.name != "colab":
-        return tr("No Drive on {name}: runs are kept on its own disk, or where NBUTILS_HOME says.", name=platform.name)
-    fallback = tr("Runs stay on this machine's disk and are deleted with it.")
     state = os.environ.get(STATE, "")
-    if not drive_mounted() and state in ("off", "failed"):
-        return tr("Drive is not used ({setting}). {fallback}", setting=f"{STATE}={state}", fallback=fallback)
-    problem = "" if drive_mounted() else _ask_for_drive()
-    if problem:
-        os.environ[STATE] = "failed"
-        todo = tr("To do: in an open Colab page, run {code}", code=MANUALLY)
-        return " ".join([tr("Drive could not be mounted ({problem}).", problem=problem), fallback, todo])
-    os.environ.pop(STATE, None)
-    return tr("Drive is mounted: runs are kept in {folder}.", folder=fs_root() / RUNS)
+    problem = ""
+    if not drive_mounted():
+        problem = f"{STATE}={state}" if state in ("off", "failed") else _ask_for_drive()
+    if not problem:
+        os.environ.pop(STATE, None)
+        return tr("Drive is mounted: runs are kept in {folder}.", folder=fs_root() / RUNS)
+    os.environ[STATE] = state or "failed"
+    return tr(
+        "Drive is not mounted ({problem}): runs stay on this machine's disk and are deleted with it. To mount it, run "
+        "this in an open Colab page: {code}",
+        problem=problem,
+        code=MANUALLY,
+    )
 
 
 def _ask_for_drive() -> str:

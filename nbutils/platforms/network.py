@@ -6,7 +6,6 @@ variables set here when it is imported, which must be later.
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import subprocess
@@ -14,15 +13,15 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from nbutils.errors import CourseError
+from nbutils.errors import require_choice
 from nbutils.files import fs_root, sha256
-from nbutils.language import joined, tr
+from nbutils.language import tr
 from nbutils.masking import mask_secrets
 
 if TYPE_CHECKING:
@@ -63,31 +62,18 @@ def prepare_network(platform: Platform, probe: bool = True) -> list[str]:
     """Set proxies and mirror before huggingface_hub is imported; what to print. Nothing is measured without `probe`."""
     lines = _use_turbo()
     mirror = os.environ.get("NBUTILS_MIRROR", "")
-    if mirror and mirror not in SOURCES:
-        raise CourseError(
-            tr("NBUTILS_MIRROR is {name!r}.", name=mirror),
-            allowed=", ".join(SOURCES),
-            todo=tr("Set one of these, or unset it."),
-        )
+    if mirror:
+        require_choice("NBUTILS_MIRROR", mirror, SOURCES)
     if offline():
         lines.append(tr("offline, as HF_HUB_OFFLINE says: models come from folders and the cache"))
     elif not chosen() and (own := os.environ.get("HF_ENDPOINT")):
         lines.append(tr("models come from {source}, as HF_ENDPOINT says", source=own))
     elif mirror:
         _use(mirror)
-        lines.append(tr("models come from {source}, as NBUTILS_MIRROR says", source=mirror) + _no_token(mirror))
-    elif chosen() in ("hf-mirror", "modelscope"):
-        lines.append(tr("models come from {source}, as found before", source=chosen()))
-    elif probe and chosen() != "hub":
+        lines.append(tr("models come from {source}, as NBUTILS_MIRROR says", source=mirror))
+    elif probe and chosen() in ("", NOTHING):
         lines += _choose(platform)
     return [mask_secrets(tr("network   {line}", line=line)) for line in lines]
-
-
-def _no_token(source: str) -> str:
-    """What a learner with a token must know about a mirror."""
-    if source != "hf-mirror":
-        return ""
-    return tr("; no token is sent there: gated models come from the hub (NBUTILS_MIRROR=hub) or a folder")
 
 
 def sources() -> dict[str, str]:
@@ -125,7 +111,7 @@ def download(
         except (OSError, HTTPException) as raised:
             problem = raised
         failed = 0 if partial.stat().st_size > have else failed + 1
-        if failed == ATTEMPTS or _is_final(problem):
+        if failed == ATTEMPTS:
             raise problem
         time.sleep(failed)
     if partial.stat().st_size != size or (checksum and sha256(partial) != checksum):
@@ -152,19 +138,10 @@ def _append(request: urllib.request.Request, partial: Path, size: int, advance: 
                 break
 
 
-def _is_final(problem: Exception) -> bool:
-    """Whether another attempt would fail as well: the server refuses, or the disk is full."""
-    if isinstance(problem, urllib.error.HTTPError):
-        return 400 <= problem.code < 500 and problem.code != 429
-    return getattr(problem, "errno", None) == errno.ENOSPC
-
-
 def offline() -> bool:
     """Whether the learner forbade the network."""
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        if os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON"):
-            return True
-    return False
+    values = [os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")]
+    return any(value in ("1", "TRUE", "YES", "ON") for value in values)
 
 
 def chosen() -> str:
@@ -183,10 +160,10 @@ def hub_online() -> bool:
 
 def answers(url: str, seconds: float) -> bool:
     """Whether a web address answers at all within the given time."""
-    return bool(measure({"it": url}, seconds, refused=()))
+    return bool(measure({"it": url}, seconds))
 
 
-def measure(urls: Mapping[str, str], seconds: float, refused: Iterable[int] = REFUSED) -> dict[str, float]:
+def measure(urls: Mapping[str, str], seconds: float) -> dict[str, float]:
     """Seconds until each address answered, all asked at once; those that did not in time are left out."""
     times: dict[str, float] = {}
     began = time.monotonic()
@@ -201,7 +178,7 @@ def measure(urls: Mapping[str, str], seconds: float, refused: Iterable[int] = RE
             status = problem.code
         except (OSError, ValueError, HTTPException):
             return
-        if status < 500 and status not in refused:
+        if status < 500 and status not in REFUSED:
             times[name] = time.monotonic() - began
 
     # daemons and not a pool: a name lookup knows no timeout, and nobody must wait for it when the lesson ends
@@ -231,12 +208,7 @@ def _choose(platform: Platform) -> list[str]:
     os.environ[FOUND] = name
     if name == "hub" and not platform.entry.china:
         return []
-    seen = []
-    for source in SOURCES:
-        seconds = f"{times[source]:.2f} s" if source in times else tr("silent")
-        seen.append(f"{source} {seconds}")
-    line = tr("models come from {source} ({seen}; NBUTILS_MIRROR overrides)", source=name, seen=joined(seen))
-    return [line + _no_token(name)]
+    return [tr("models come from {source}, which answers best (NBUTILS_MIRROR overrides)", source=name)]
 
 
 def _use(name: str) -> None:
@@ -256,8 +228,7 @@ def _use_turbo() -> list[str]:
     direct = list(THIS_MACHINE)
     lines = []
     if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
-        unwanted = os.environ.get("NBUTILS_TURBO", "").lower() in ("off", "0", "no")
-        if unwanted or offline() or not script.is_file():
+        if os.environ.get("NBUTILS_TURBO") == "off" or offline() or not script.is_file():
             return []
         try:
             variables = _variables_of(script)

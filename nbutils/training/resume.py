@@ -129,7 +129,8 @@ def _unpack_best(newest: Path, step: Any, keep: Path, fingerprint: dict[str, Any
         return None
     if folder.exists():
         return folder
-    best = checkpoints.verified_at(stores, fingerprint, step)
+    own = [checkpoint for checkpoint in checkpoints.newest_first(stores) if checkpoint.fingerprint == fingerprint]
+    best = checkpoints.first_verified(own, step)
     if best is None:
         print(tr("the checkpoint of step {step}, the best so far, is gone: the best from here on counts", step=step))
         return None

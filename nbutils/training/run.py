@@ -10,7 +10,6 @@ import warnings
 import zlib
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -404,7 +403,6 @@ def _train_session(trainer: Any, callback: CourseCallback, resume: str) -> tuple
         keep_last=callback.profile.sft.save_total_limit,
         validation_rows=int(callback.profile.course.validation_rows),
     )
-    distributed.before_end(partial(callback.sync.finish, patience=PEER_PATIENCE))
     callback.earlier_seconds = resuming.seconds_until(checkpoint)
     callback.started = monotonic()
     with callback.live.reported(trainer):

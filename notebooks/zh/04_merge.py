@@ -112,7 +112,7 @@ print(f"和 PEFT 的乘积最多相差 {(delta - scale * (B @ A)).abs().max():.2
 # %% [markdown]
 # ## 合并
 #
-# 现在合并全部权重。`merge_adapter` 用 float32 计算这些和，每个只舍入一次，算完一个就写一个到磁盘。不会留下半个模型；中断了可以接着做；这个适配器已经合并过的话，直接沿用。
+# 现在合并全部权重。`merge_adapter` 用 float32 计算这些和，每个只舍入一次，算完一个就写一个到磁盘。不会留下半个模型；这个适配器已经合并过的话，直接沿用。
 
 # %%
 dtype = lesson.profile.from_pretrained.dtype
@@ -147,7 +147,7 @@ def weights_equal():
 
 
 gib = 2 * 4 * base.num_parameters() / 2**30  # 两个模型，每个权重 4 字节
-if gib < min(8, platforms.free_memory_gib().value):
+if gib < min(8, platforms.free_memory_gib()):
     same = weights_equal()
     print(f"{len(same)} 个权重里，有 {sum(same)} 个和 merge_and_unload 的结果逐位相同")
 else:
