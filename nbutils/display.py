@@ -114,13 +114,18 @@ def aligned(rows: Sequence[Row]) -> str:
 
     Example: print(display.aligned([{"GPU": "T4", "GiB": 15}, {"GPU": "A100", "GiB": 40}]))
     """
-    import wcwidth
-
     if not rows:
         return ""
     lines = [[tr(name) for name in rows[0]]]
     for row in rows:
         lines.append([str(value) for value in row.values()])
+    return columns_of(lines)
+
+
+def columns_of(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells as text, each column as wide as its widest cell."""
+    import wcwidth
+
     widths = [max(map(wcwidth.width, column)) for column in zip(*lines, strict=True)]
     padded = ["  ".join(map(pad, cells, widths)).rstrip() for cells in lines]
     return printable("\n".join(padded))
