@@ -203,7 +203,9 @@ def lock(path: Path, timeout: float = -1) -> BaseFileLock:
     with tempfile.NamedTemporaryFile(dir=path.parent) as probe, held(Path(probe.name)) as locked:
         if locked:
             return FileLock(path, timeout=timeout)
-    return SoftFileLock(path.with_suffix(".held"), timeout=timeout)
+    path = path.with_suffix(".held")
+    print(tr("[WARN] This disk has no locks: {file} stands for one. If its machine is lost, delete it.", file=path))
+    return SoftFileLock(path, timeout=timeout)
 
 
 def require_apart(target: Path, *sources: Path) -> None:

@@ -56,6 +56,10 @@ NATIVE = {  # addresses as the apps show them, where apprise does not know them,
     r"https://open\.feishu\.cn/open-apis/bot/v2/hook/([\w-]+)/?": r"feishu://\1",
     r"https://oapi\.dingtalk\.com/robot/send\?access_token=(\w+)": r"dingtalk://\1",
 }
+TAKEN = {  # the answer to a message that was taken: these refuse with HTTP 200, and apprise looks at the status alone
+    "feishu": r'"(code|StatusCode)"\s*:\s*0\b', "lark": r'"(code|StatusCode)"\s*:\s*0\b',
+    "dingtalk": r'"errcode"\s*:\s*0\b', "wecombot": r'"errcode"\s*:\s*0\b',
+}  # fmt: skip
 # with a port up to 65535
 WEB_ADDRESS = r"https?://[\w.-]+(:(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]))?([/?]\S*)?$"
 ONLY_OURS = {"version": "", "attachments": "", "type": ""}  # fields of apprise's JSON that are left out
@@ -379,6 +383,7 @@ def _service(run: str, status: str) -> Any:
         settings = _json_post(AUTODL_URL, message="content", name="finetune-course")
         plugin: Any = Apprise.instantiate(settings | {"headers": {"Authorization": token}}, asset)
         plugin.service_name = "AutoDL"
+        plugin.taken = r'(?i)"success"'
         return plugin
     for part in re.split(r"[/?&=@:]", url):  # what an answer may repeat of it
         if len(part) >= 16:
@@ -404,6 +409,7 @@ def _service(run: str, status: str) -> Any:
         )
     if plugin.secure_protocol == "feishu":
         plugin.notify_url = plugin.notify_url.rstrip("/")  # as Feishu itself writes it
+    plugin.taken = TAKEN.get(str(plugin.secure_protocol), "")
     return plugin
 
 
@@ -421,10 +427,7 @@ def _json_post(url: str, **fields: str) -> dict[str, Any]:
 
 
 def send(title: str, text: str, status: str, run: str) -> str:
-    """Send a notice, and say to whom; a CourseError says why it was not sent, without the address's secrets.
-
-    Some robots refuse with HTTP 200, which counts as sent: `python -m nbutils notice` asks to see whether it arrived.
-    """
+    """Send a notice, and say who took it; a CourseError says why nobody did, without the address's secrets."""
     from apprise import Apprise, NotifyFormat
 
     service = _service(run, status)
@@ -437,18 +440,42 @@ def send(title: str, text: str, status: str, run: str) -> str:
         results.append(sender.notify(text, mask_secrets(title), body_format=NotifyFormat.TEXT))
 
     delivery = threading.Thread(target=deliver, daemon=True)
-    delivery.start()
-    delivery.join(SECONDS)
-    if results and results[0]:
-        return str(service.service_name)
+    with _answers() as answers:
+        delivery.start()
+        delivery.join(SECONDS)
+    name = str(service.service_name)
     problem = tr("no answer")
     for result in results:
-        problem = "; ".join(entry.message for entry in result.logs())
+        answer = answers[-1] if answers else ""
+        if result and re.search(service.taken, answer):
+            return name
+        problem = "; ".join(entry.message for entry in result.logs()) or answer[:200]
     raise CourseError(
-        tr("No notice sent to {service} ({problem}).", service=service.service_name, problem=mask_secrets(problem)),
+        tr("No notice sent to {service} ({problem}).", service=name, problem=mask_secrets(problem)),
         todo=tr(
-            "Check the address in {url} (or the token in {token}), then try it with python -m nbutils notice.",
+            "Check the address in {url} (or the token in {token}) and the rules of the robot (one that demands a "
+            "keyword gets nbutils), then try it with python -m nbutils notice.",
             url=URL,
             token=TOKEN,
         ),
     )
+
+
+@contextmanager
+def _answers() -> Iterator[list[str]]:
+    """What servers answer within this block."""
+    from requests import Response, Session
+
+    answers: list[str] = []
+    send_request = Session.send
+
+    def noting(session: Session, request: Any, **options: Any) -> Response:
+        answer = send_request(session, request, **options)
+        answers.append(answer.text)
+        return answer
+
+    Session.send = noting  # type: ignore[method-assign, assignment]
+    try:
+        yield answers
+    finally:
+        Session.send = send_request  # type: ignore[method-assign]

@@ -424,6 +424,46 @@ def test_a_value_without_end_takes_bounded_memory(tmp_path: Path, monkeypatch: A
     assert isinstance(rows[-1], data.RowError) and len(rows) == 1 and peak < 40 << 20
 
 
+def arrow_file(path: Path, answers: Any, kind: str = "text") -> str:
+    """A file whose rows have these answers: as texts, as turns in a list, or in a map."""
+    ends = pyarrow.array(np.arange(len(answers) + 1, dtype=np.int32))
+    roles = pyarrow.array(["assistant"] * len(answers))
+    if kind == "list":
+        turns = pyarrow.StructArray.from_arrays([roles, answers], ["role", "content"])
+        answers = pyarrow.ListArray.from_arrays(ends, turns)
+    elif kind == "map":
+        answers = pyarrow.MapArray.from_arrays(ends, roles, answers)
+    table = pyarrow.table({"question": [f"q{n}" for n in range(len(answers))], "answer": answers})
+    if path.suffix == ".parquet":  # without a schema all texts are plain, however they are stored
+        pyarrow.parquet.write_table(table, path, compression="zstd", store_schema="plain" not in path.name)
+        assert path.stat().st_size < 50_000, "long values of a small file"
+    else:
+        with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table)
+    return str(path)
+
+
+def shared(count: int, text: str) -> Any:
+    """An arrow column of which all values are the same text, held once."""
+    return pyarrow.DictionaryArray.from_arrays(np.zeros(count, np.int32), [text])
+
+
+@pytest.mark.parametrize("kind", ["text", "list", "map"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_row_of_parquet_or_arrow_may_be_as_long_as_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    monkeypatch.setattr(read, "LONGEST_LINE", 1 << 20)
+    answers = ["yes", "x" * (3 << 20), *["no" * 9000] * 300, "y" * (1 << 19)]
+    rows = list(data.read_rows(arrow_file(tmp_path / name, pyarrow.array(answers), kind)))
+    assert [row.line for row in rows] == list(range(1, 304)), "the one that is refused hides no other"
+    errors = [row for row in rows if isinstance(row, data.RowError)]
+    assert [(row.line, row.problems[0].kind) for row in errors] == [(2, "long_line")]
+    assert [answers[n] in str(row.raw) for n, row in enumerate(rows)] == [n != 1 for n in range(303)]
+    rows = list(data.read_rows(arrow_file(tmp_path / f"shared_{name}", shared(40, "z" * (1 << 19)), kind)))
+    assert len(rows) == 40 and all("z" * (1 << 19) in str(row.raw) for row in rows)
+
+
 def test_an_empty_batch_of_an_arrow_file_hides_no_row(tmp_path: Path) -> None:
     table = pyarrow.Table.from_pylist([qa(1)])
     with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
@@ -444,6 +484,17 @@ with open("/proc/self/status") as status:  # getrusage would count the process t
 def peak_mib(code: str, home: Path) -> int:
     """The MiB that a process of its own held at most while it ran this code."""
     return int(python("-c", PEAK.format(code=code), home=home).stdout)
+
+
+@pytest.mark.slow
+def test_long_values_of_a_small_arrow_file_take_bounded_memory(tmp_path: Path) -> None:
+    one, same = pyarrow.array(["ab" * (100 << 19)]), shared(100, "ab" * (30 << 19))
+    files = {  # a value of 100 MiB, a hundred of 30 MiB
+        arrow_file(tmp_path / "one.parquet", one, "list"): 600, arrow_file(tmp_path / "a.parquet", same): 600,
+        arrow_file(tmp_path / "a.arrow", same, "list"): 600, arrow_file(tmp_path / "plain.parquet", same): 2000,
+    }  # fmt: skip
+    peaks = {path: peak_mib(f"for row in read.read_rows({path!r}): pass", tmp_path) for path in files}
+    assert all(peaks[path] < limit for path, limit in files.items()), peaks
 
 
 @pytest.mark.slow

@@ -21,9 +21,10 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import simulate
+from click.testing import CliRunner
 from support import refused
 
-from nbutils import disk, environments, hardware, masking, platforms, serving
+from nbutils import cli, disk, environments, hardware, masking, platforms, serving
 from nbutils.files import GIB
 from nbutils.hardware import GPU
 from nbutils.platforms import Platform, network, secret
@@ -269,6 +270,16 @@ def test_a_mount_that_dies_or_vanishes_is_noticed(tmp_path: Path, monkeypatch: P
         assert not platforms.drive_mounted()
     machine.write("proc/mounts", "")
     assert not platforms.is_mount(place) and platforms.mount_point_of(runs) is None
+
+
+def test_a_user_without_a_home_folder_is_told_to_set_one(monkeypatch: Patch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", Mock(side_effect=KeyError("getpwuid(): uid not found")))
+    platform = platforms.detect()
+    with refused("This user has no home folder", "export HOME="):
+        platforms.use_model_cache(platform, platforms.folders(platform))
+    ran = CliRunner().invoke(cli.app, ["fetch", "tiny"])
+    assert ran.exit_code == 1 and "HOME" in ran.stderr and "Traceback" not in ran.output
 
 
 class Site(ThreadingHTTPServer):

@@ -482,8 +482,8 @@ def test_a_second_training_in_the_same_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP])
-def test_a_disk_without_locks_still_has_one_training(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_without_locks_is_warned_of_once_and_still_has_one_training(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def flock(*_: object) -> None:
         raise OSError(code, os.strerror(code))
@@ -491,6 +491,7 @@ def test_a_disk_without_locks_still_has_one_training(
     monkeypatch.setattr(fcntl, "flock", flock)
     lesson = lesson_in(tmp_path)
     assert resumed_at(lesson) == resumed_at(lesson) == 0
+    assert capsys.readouterr().out.count("[WARN]") == 1
     monkeypatch.setattr(resume, "_LOCKS", {})  # as another process sees it
     with refused("training in demo right now."):
         resumed_at(lesson)

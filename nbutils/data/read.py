@@ -31,7 +31,7 @@ HEAD = 1 << 16  # bytes at the beginning of a file that decide about its encodin
 CHUNK = 1 << 20  # bytes read at a time
 LONGEST_LINE = 64 << 20  # characters, also of a csv value; a longer one would not fit many a machine's memory
 LARGEST_DOCUMENT = 512 << 20  # characters of a json file
-PARQUET_ROWS = 256  # at a time
+PARQUET_ROWS = 8  # at a time: each may hold a value of many megabytes
 DAMAGED = (EOFError, OSError, ValueError, NotImplementedError, zlib.error)  # of gzip, pyarrow and long lines
 
 
@@ -255,19 +255,30 @@ def _table_rows(file: Path) -> Iterator[Row | RowError]:
             yield _error(file, end + 1, "malformed_csv", tr("the line"), seen)
 
 
-def _arrow_rows(file: Path) -> Iterator[Row]:
-    """The rows of a parquet file, or of a file that `datasets` wrote."""
+def _arrow_rows(file: Path) -> Iterator[Row | RowError]:
+    """Rows of a parquet file, or of a file that `datasets` wrote; no long ones become Python's objects together."""
     import pyarrow.ipc
     import pyarrow.parquet
 
+    number = 0
     with open(file, "rb") as raw:
         if format_of(file) == ".arrow":
             batches = pyarrow.ipc.open_stream(raw)
-        else:
-            batches = pyarrow.parquet.ParquetFile(raw).iter_batches(PARQUET_ROWS)
-        rows = (row for batch in batches for row in batch.to_pylist())
-        for number, row in enumerate(rows, start=1):
-            yield Row(file.name, number, row)
+        else:  # so few rows come faster without threads
+            batches = pyarrow.parquet.ParquetFile(raw).iter_batches(PARQUET_ROWS, use_threads=False)
+        for batch in batches:
+            together = batch.nbytes * PARQUET_ROWS <= LONGEST_LINE  # otherwise one by one: all may share one value
+            size = max(batch.num_rows, 1) if together else 1  # a batch may be empty
+            for start in range(0, batch.num_rows, size):
+                rows = batch.slice(start, size)
+                if rows.nbytes > LONGEST_LINE:
+                    number += 1
+                    seen = tr("over {mib} MiB", mib=LONGEST_LINE >> 20)
+                    yield _error(file, number, "long_line", tr("the row"), seen)
+                    continue
+                for row in rows.to_pylist():
+                    number += 1
+                    yield Row(file.name, number, row)
 
 
 def text_lines(file: Path) -> Iterator[str]:

@@ -15,7 +15,7 @@ from nbutils.masking import KEY
 
 Kind = Literal[  # of a problem or a warning
     "ambiguous_columns", "control_character", "damaged_file", "duplicate", "email", "empty", "encoding", "id_number",
-    "key", "leak", "malformed_csv", "malformed_json", "missing_field", "mojibake", "near_duplicate",
+    "key", "leak", "long_line", "malformed_csv", "malformed_json", "missing_field", "mojibake", "near_duplicate",
     "near_leak", "no_assistant", "phone", "role_order", "template_marker", "templated", "unknown_columns",
     "unknown_role", "unsupported_field", "wrong_type",
 ]  # fmt: skip
@@ -28,6 +28,7 @@ TODOS: dict[Kind, str] = {  # for rows that are rejected
     "empty": "write the text, or remove the row",
     "encoding": "not UTF-8 and not GBK: save the file again as UTF-8",
     "leak": "train on questions eval does not ask",
+    "long_line": "split it",
     "malformed_csv": (
         'as many values as the header has names; quote values that hold a comma or a line break ("" for a quote)'
     ),

@@ -289,6 +289,11 @@ def cannot_write(folder: Path) -> str:
 
 def use_model_cache(platform: Platform, places: Folders) -> str:
     """Move the download cache off a small system disk, before huggingface_hub is imported; says what was done."""
+    if os.path.expanduser("~") == "~":  # neither HOME nor an account: libraries would write to a folder of that name
+        raise CourseError(
+            tr("This user has no home folder; HOME is not set."),
+            todo=tr("Set HOME, as in `export HOME=/tmp/me`, then run this again."),
+        )
     variables = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
     if not platform.entry.cache or any(os.environ.get(name) for name in variables):
         return ""
