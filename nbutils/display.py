@@ -126,8 +126,12 @@ def columns_of(lines: Sequence[Sequence[str]]) -> str:
     """Lines of cells as text, each column as wide as its widest cell."""
     import wcwidth
 
-    widths = [max(map(wcwidth.width, column)) for column in zip(*lines, strict=True)]
-    padded = ["  ".join(map(pad, cells, widths)).rstrip() for cells in lines]
+    columns = zip(*lines, strict=True)
+    widths = [max(map(wcwidth.width, column)) for column in columns]
+    padded = []
+    for cells in lines:
+        line = "  ".join(map(pad, cells, widths))
+        padded.append(line.rstrip())
     return printable("\n".join(padded))
 
 
