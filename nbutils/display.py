@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ ACCENT = "var(--jp-brand-color1, #2979c9)"
 ALARM = "var(--jp-warn-color1, #e07b00)"
 POINTS = 160  # of the live curve, at most
 FEW_POINTS = 30  # of a plotted curve; each is marked
+CHOICE_WIDTHS = (40, 26, 50)  # of a table of choices: what, value, why
 WRAPPED_WIDTH = 110  # of a line of prose
 LIVE_LINE = re.compile(r"\[WARN\]|[^:]* · ")  # of a training, in any language
 FONT = "fonts/NotoSansSC-Regular.ttf"  # in the package zhplot: matplotlib's own font has no Chinese
@@ -83,6 +85,7 @@ def show_choices(resolved: Any, only: Sequence[str] = ("",)) -> None:
     """
     shown_names = (*only, *resolved.set_values)
     rows = []
+    lines: list[Sequence[str]] = [[tr("what"), tr("value"), tr("why")]]
     for name, choice in resolved.choices.items():
         if name.startswith(shown_names) and name != "about":
             row = {
@@ -91,7 +94,8 @@ def show_choices(resolved: Any, only: Sequence[str] = ("",)) -> None:
                 "why": choice.reason,
             }
             rows.append(row)
-    show_table(rows, text=aligned(rows))
+            lines += zip_longest(*map(wrap, row.values(), CHOICE_WIDTHS), fillvalue="")
+    show_table(rows, text=columns_of(lines))
 
 
 def show_answers(rows: Sequence[Row], **answers: Sequence[str]) -> None:

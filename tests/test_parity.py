@@ -312,7 +312,7 @@ def test_4_bit_models_read_on_the_gpu(adapter: Path, texts: FixedSet) -> None:
 ])  # fmt: skip
 def test_what_fits_is_decided_by_free_memory(gib: float, gpu: Any, fits: bool, monkeypatch: Any) -> None:
     """A 7B does not fit on a T4 of Colab, a 3B does; a 7B fits on 24 GB, and not on a machine without a GPU."""
-    monkeypatch.setattr(platforms, "free_memory_gib", lambda: SimpleNamespace(value=11.0))
+    monkeypatch.setattr(platforms, "free_memory_gib", lambda: 11.0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int((gpu or 0) * 2**30), 0))
     assert placing.fit(gib, gpu) is fits
 

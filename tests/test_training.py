@@ -653,7 +653,7 @@ def result_of(trainer: Any, callback: Any, seconds: float = 1.0, first_step: int
 
 @pytest.mark.parametrize(
     ("platform", "gpu", "price"),
-    [("autodl", RTX_4090, {"¥": 2.0, "$": 0.4}), ("local", RTX_4090, {"¥": 2.0, "$": 0.4}),
+    [("autodl", RTX_4090, {"¥": 2.0}), ("runpod", RTX_4090, {"$": 0.4}), ("local", RTX_4090, {"¥": 2.0, "$": 0.4}),
      ("kaggle", RTX_4090, {}), ("local", None, {})],
 )  # fmt: skip
 def test_what_was_measured(tmp_path: Path, monkeypatch: Any, platform: str, gpu: Any, price: Any) -> None:

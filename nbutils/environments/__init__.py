@@ -146,7 +146,13 @@ def _empty(spec: EnvironmentSpec, folder: Path) -> None:
 def _install(spec: EnvironmentSpec, folder: Path) -> str:
     """Make the environment, install every step, and import what matters; the versions that the probe prints."""
     python = folder / "bin" / "python"
-    commands = [installer.new_environment(folder)]
+    try:
+        commands = [installer.new_environment(folder)]
+    except subprocess.CalledProcessError as problem:  # pip has printed why
+        raise CourseError(
+            tr("uv, which makes environments here, could not be installed."),
+            todo=tr("Read pip's message above. Without a network, make this environment on a machine that has one."),
+        ) from problem
     for packages in spec.steps:
         commands.append(installer.uv_pip(python, "install", *packages))
     if spec.remove:
