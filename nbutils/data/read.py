@@ -174,7 +174,7 @@ def _lines(text: io.TextIOWrapper[Any]) -> Iterator[str]:
 def _json_rows(file: Path) -> Iterator[Row | RowError]:
     """The rows of lines (.jsonl), or of a document: an array, {"data": [...]}, or one row."""
     with open_text(file) as text:
-        is_array = text.buffer.peek(HEAD).lstrip().startswith(b"[")  # type: ignore[attr-defined]
+        is_array = text.buffer.peek(HEAD).lstrip().startswith(b"[")
         if format_of(file) == ".jsonl" and not is_array:
             yield from _json_lines(file, text)
             return
