@@ -20,6 +20,10 @@ from nbutils.training import pretraining
 from nbutils.training.pretraining import Texts, TokenRows
 
 SMALL = {"VOCAB": "600", "WIDTH": "128", "DEPTH": "1", "LENGTH": "32", "BATCH": "4", "STEPS": "60", "SAVE_STEPS": "5"}
+LESSON = ROOT / "notebooks/07_from_scratch.py"
+SMALL_WORDS = [
+    word for name, value in (SMALL | {"DATA": str(ROOT / "docs/faq.md")}).items() for word in (f"--{name}", value)
+]
 
 
 def run_cells(*words: str, **names: Any) -> dict[str, Any]:
@@ -175,36 +179,45 @@ def test_the_plan_counts_every_weight_and_the_micro_batch_fits(tokenizer: Any) -
     assert unknown.hours is None and "unknown" in plan.describe(large, [unknown])
 
 
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lesson 07 with a small model, run once."""
+    home = tmp_path_factory.mktemp("whole")
+    python(LESSON, *SMALL_WORDS, home=home, threads=1)
+    return home / "from_scratch"
+
+
 @pytest.mark.notebook
-def test_a_killed_pretraining_continues_with_the_same_rows_and_its_model_can_be_tuned(tmp_path: Path) -> None:
-    lesson, text = ROOT / "notebooks/07_from_scratch.py", {"DATA": str(ROOT / "docs/faq.md")}
-    words = [word for name, value in (SMALL | text).items() for word in (f"--{name}", value)]
-    python(lesson, *words, home=tmp_path / "whole", threads=1)
-    killed = tmp_path / "killed/from_scratch"
-    with open(tmp_path / "log", "w") as log:
-        started = "import os, runpy, sys; os.environ |= {'NBUTILS_HOME': sys.argv[1], 'OMP_NUM_THREADS': '1'}; "
-        started += "sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-        command = [sys.executable, "-c", started, str(tmp_path / "killed"), str(lesson), *words]
-        with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL) as running:
-            wait_for((killed / "checkpoints/checkpoint-5.json").exists)
-            running.send_signal(signal.SIGKILL)
-    assert not (killed / "base").exists()
-    python(lesson, *words, home=tmp_path / "killed", threads=1)
-    facts = lesson_facts(killed, "07_from_scratch")
-    whole = tmp_path / "whole/from_scratch"
-    assert 5 <= facts["resumed_from_step"] < facts["steps"] == lesson_facts(whole, "07_from_scratch")["steps"]
-    assert files.stamp(killed / "base") is not None
-    one, other = (files.read_json(run / "logs/history.json") for run in (whole, killed))
-    assert one == other, "the same losses at the same steps"
-    assert facts["validation_loss"]["best"] < facts["validation_loss"]["first"] - 0.5
+def test_lesson_07_makes_a_model_that_can_be_tuned(small_run: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(killed / "base")
-    model = AutoModelForCausalLM.from_pretrained(killed / "base")
+    losses = lesson_facts(small_run, "07_from_scratch")["validation_loss"]
+    assert files.stamp(small_run / "base") is not None and losses["best"] < losses["first"] - 0.5
+    tokenizer = AutoTokenizer.from_pretrained(small_run / "base")
+    model = AutoModelForCausalLM.from_pretrained(small_run / "base")
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     stops = [model.generation_config.eos_token_id]
     filtered = chat.filter_by_length(tokenizer, [{"messages": messages}], 0, stop_ids=stops)
     assert chat.check_contract(filtered).answers == 1
+
+
+@pytest.mark.notebook
+@pytest.mark.long
+def test_a_killed_pretraining_continues_with_the_same_rows(small_run: Path, tmp_path: Path) -> None:
+    killed = tmp_path / "killed/from_scratch"
+    with open(tmp_path / "log", "w") as log:
+        started = "import os, runpy, sys; os.environ |= {'NBUTILS_HOME': sys.argv[1], 'OMP_NUM_THREADS': '1'}; "
+        started += "sys.argv = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        command = [sys.executable, "-c", started, str(tmp_path / "killed"), str(LESSON), *SMALL_WORDS]
+        with subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL) as running:
+            wait_for((killed / "checkpoints/checkpoint-5.json").exists)
+            running.send_signal(signal.SIGKILL)
+    assert not (killed / "base").exists()
+    python(LESSON, *SMALL_WORDS, home=tmp_path / "killed", threads=1)
+    facts = lesson_facts(killed, "07_from_scratch")
+    assert 5 <= facts["resumed_from_step"] < facts["steps"] == lesson_facts(small_run, "07_from_scratch")["steps"]
+    whole, continued = (files.read_json(run / "logs/history.json") for run in (small_run, killed))
+    assert whole == continued, "the same losses at the same steps"
 
 
 def test_the_forecast_is_what_an_h200_measured() -> None:
