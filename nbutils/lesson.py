@@ -487,8 +487,7 @@ def _overrides(parameters: RunParameters, run: RunFolder) -> Overrides:
     for name in ("max_steps", "save_steps"):
         steps = getattr(parameters, name)
         if steps:
-            reason = tr("parameter {name}", name=name.upper())
-            values[f"sft.{name}"] = (steps, reason)
+            values[f"sft.{name}"] = (steps, tr("parameter {name}", name=name.upper()))
     return values
 
 

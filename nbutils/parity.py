@@ -402,8 +402,11 @@ class ParityReport:
         """Why `other`, at this distance from its reference, must be another model; empty if it is the same."""
         base = self.predictions.gap("base", other)
         if base and distance.mean > base.mean + self.noise:
-            nats = f"{max(base.mean, RESOLUTION):.2g}"
-            return tr("it is nearer to {base} ({nats})", base=tr(NAMES["base"]), nats=nats)
+            return tr(
+                "it is nearer to {base} ({nats})",
+                base=tr(NAMES["base"]),
+                nats=f"{max(base.mean, RESOLUTION):.2g}",
+            )
         rounding = self.noise
         merged = self.predictions.gap(self.target, "merged")
         if merged:  # lesson 04 has proved the merge weight by weight, so what it changes is rounding too
