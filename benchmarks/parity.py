@@ -57,7 +57,7 @@ def load(folder: Path, dtype: str) -> Any:
 
 def judged(predictions: parity.PredictionStore, merged: Path, dtype: str) -> dict[str, Any]:
     """What lesson 04 would say of this merged model."""
-    predictions.read_merged(load(merged, dtype))
+    predictions.measure_merged(load(merged, dtype))
     return verdict(predictions, "merged")
 
 
@@ -85,7 +85,7 @@ def measure(base: Path, adapter: Path, folder: Path, strength: float, dtype: str
     right = changed(adapter, folder / "right", strength, lost=False)
     broken = changed(adapter, folder / "broken", strength, lost=True)
     predictions = parity.new_store(folder, texts(), {"onto": "full"})
-    predictions.read_tuned("full", load(base, dtype), right)
+    predictions.measure_tuned("full", load(base, dtype), right)
     tuning = predictions.gap("full", "base")
     assert tuning is not None
     found: dict[str, Any] = {"dtype": dtype, "strength": strength, "tuning_nats": tuning.mean}

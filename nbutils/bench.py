@@ -26,10 +26,10 @@ from nbutils import display, environments, files, hardware, models, serving
 from nbutils.errors import CourseError
 from nbutils.language import joined, tr
 from nbutils.merging.folder import read_header
-from nbutils.serving.server import INSIDE, KEY_VARIABLE, NO_KEY, reach_directly
+from nbutils.serving.server import KEY_VARIABLE, NO_KEY, SERVER_SIDE_CODE, reach_directly
 
 RIVALS = ("generate", "transformers-serve")
-BENCH_SERVE = INSIDE / "bench_serve.py"
+BENCH_SERVE = SERVER_SIDE_CODE / "bench_serve.py"
 PERCENTILES = (50, 90, 99)
 WARM_UP_TOKENS = 8
 SPARE_TOKENS = 64  # a prompt of `vllm bench serve` has some tokens more than asked for: random text, tokenized again

@@ -2,7 +2,7 @@
 
 Rows that would lose their stop token to max_length are left out, not cut. The contract: a server's prompt is the
 beginning of the training text; every token of each answer is trained up to and with its stop token, and nothing else
-is (white space around an answer does not count); and the answer says all that the row says.
+is (white space around an answer does not count); and the trained text of an answer says all that the row's answer says.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ THOUGHT: Message = {"role": "assistant", "content": "<think>\na thought\n</think
 
 
 class Conversation(NamedTuple):
-    """A row, or what it says up to one of its answers."""
+    """A whole row, or a row up to and with one of its answers."""
 
     row: int  # from 1
     messages: Messages
@@ -57,9 +57,9 @@ class Example(NamedTuple):
     row: int  # from 1
     turns: tuple[int, ...]  # its answers, as indices of the row's messages
     ids: array[int]
-    trained: bytes  # a 1 for each token with loss
-    shared: tuple[int, ...]  # for each answer: the tokens of the server's prompt that the text begins with
-    prompts: tuple[int, ...]  # for each answer: the tokens of the server's prompt
+    trained: bytes  # for each token 1 if it has loss, else 0
+    shared: tuple[int, ...]  # for each answer: how many tokens of the server's prompt the text begins with
+    prompt_lengths: tuple[int, ...]  # for each answer: of the server's prompt; equal to `shared` in a valid example
 
 
 def answer_turns(row: Row) -> tuple[int, ...]:
@@ -68,19 +68,22 @@ def answer_turns(row: Row) -> tuple[int, ...]:
 
 
 def rows_think(rows: Sequence[Row]) -> bool:
-    """Whether any answer has a thought that is not empty; servers often write the opening <think> themselves."""
+    """Whether any answer has a thought that is not empty.
+
+    Only the closing tag counts: the opening one is often part of the prompt, not of the answer.
+    """
     for row in rows:
         for turn in answer_turns(row):
             message = row["messages"][turn]
             thought, closed, _ = str(message.get("content") or "").partition("</think>")
-            inline = closed and thought.replace("<think>", "").strip()
-            if inline or message.get("reasoning_content"):
+            inline_thought = closed and thought.replace("<think>", "").strip()
+            if inline_thought or message.get("reasoning_content"):
                 return True
     return False
 
 
 def find_stop_ids(tokenizer: Any, generation: Any = None) -> set[int]:
-    """The tokens generation ends at: of a generation config, of the one in a model's folder, or the tokenizer's own.
+    """The tokens at which generation ends: by a generation config, or by that in a model's folder, or by the tokenizer.
 
     Example:
         stop_ids = chat.find_stop_ids(tokenizer, "models/Qwen3-4B")
@@ -101,7 +104,7 @@ def find_stop_ids(tokenizer: Any, generation: Any = None) -> set[int]:
 
 
 def _training_template(tokenizer: Any) -> str | None:
-    """The template that marks answers for the loss: the tokenizer's own, TRL's for it, or none."""
+    """A template that marks answers with {% generation %}: the tokenizer's own, or TRL's patched one, or None."""
     from trl import chat_template_utils as trl
 
     if not tokenizer.chat_template:
@@ -119,7 +122,10 @@ def _training_template(tokenizer: Any) -> str | None:
 
 
 class Renderer:
-    """How a tokenizer renders rows: for training, up to `stop_ids`, and as a server in a thinking mode would."""
+    """Renders rows with a tokenizer: as texts to train on, and as the prompts of a server.
+
+    `form` is one of `training_format`; `thinking` is enable_thinking of the prompts, None leaves it to the template.
+    """
 
     def __init__(
         self,
@@ -132,9 +138,9 @@ class Renderer:
         self.form = form
         self.template = _training_template(tokenizer) if form == "messages" else None
         self.stops = find_stop_ids(tokenizer) if stop_ids is None else set(stop_ids)
-        self._mode = {} if thinking is None else {"enable_thinking": thinking}
+        self._template_options = {} if thinking is None else {"enable_thinking": thinking}
         self._special = set(tokenizer.get_added_vocab().values())
-        self._blank: dict[int, bool] = {}
+        self._blank_cache: dict[int, bool] = {}
 
     def encode_all(self, rows: Sequence[Row]) -> list[Example]:
         """All examples of all rows, each rendered once."""
@@ -149,7 +155,7 @@ class Renderer:
         return examples
 
     def encode(self, row: Row) -> Example:
-        """One row as it is trained; as prompt and completion: its last answer."""
+        """The example of one row; in the form `prompt_completion` that of its last answer."""
         return self.encode_all([row])[-1]
 
     def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
@@ -158,12 +164,12 @@ class Renderer:
 
     def is_blank(self, token: int) -> bool:
         """Whether a token is white space only."""
-        if token not in self._blank:
-            self._blank[token] = not self.tokenizer.decode([token]).strip()
-        return self._blank[token]
+        if token not in self._blank_cache:
+            self._blank_cache[token] = not self.tokenizer.decode([token]).strip()
+        return self._blank_cache[token]
 
     def stop_position(self, ids: Sequence[int], start: int, end: int) -> int:
-        """Where the first stop token is between two positions; `end` if there is none."""
+        """The position of the first stop token from `start` up to `end`; `end` if there is none."""
         for position in range(start, end):
             if ids[position] in self.stops:
                 return position
@@ -171,7 +177,7 @@ class Renderer:
 
     @cached_property
     def _added_stop(self) -> list[int]:
-        """The stop token to add where the template leaves the last answer open (GLM-4), else nothing."""
+        """The stop token to append if the template does not close the last answer (GLM-4); else nothing."""
         tokenizer = self.tokenizer
         if self.form == "messages" or tokenizer.eos_token is None:
             return []
@@ -199,7 +205,7 @@ class Renderer:
                 yield Conversation(number, messages[: turn + 1], tools, (turn,))
 
     def _encode(self, batch: list[Conversation]) -> list[Example]:
-        """The examples of conversations with the same tools; the first row that the template refuses is named."""
+        """The examples of conversations with the same tools; an error names the first row that the template refuses."""
         tools = batch[0].tools
         try:
             rendered = self.tokenizer.apply_chat_template(
@@ -209,11 +215,11 @@ class Renderer:
                 return_dict=True,
                 return_assistant_tokens_mask=self.form == "messages",
             )
-            before = [conversation.messages[:turn] for conversation in batch for turn in conversation.turns]
-            prompts = iter(self._prompts(before, tools))
-            added = self._added_stop
+            histories = [conversation.messages[:turn] for conversation in batch for turn in conversation.turns]
+            prompts = iter(self._prompts(histories, tools))
+            added_stop = self._added_stop
         except Exception as problem:  # a template can raise anything
-            if len(batch) > 1:
+            if len(batch) > 1:  # one by one, to find the row
                 return [example for conversation in batch for example in self._encode([conversation])]
             raise CourseError(
                 tr(
@@ -230,36 +236,37 @@ class Renderer:
         examples = []
         for conversation, ids, mask in zip(batch, rendered["input_ids"], masks, strict=False):
             own_prompts = list(itertools.islice(prompts, len(conversation.turns)))
-            examples.append(self._example(conversation, ids + added, mask, own_prompts))
+            examples.append(self._example(conversation, ids + added_stop, mask, own_prompts))
         return examples
 
     def _example(
         self, conversation: Conversation, ids: list[int], marked: list[int] | None, prompts: list[list[int]]
     ) -> Example:
         """One example; without the template's marks, all that follows the prompt is trained."""
-        shared = tuple(len(commonprefix([prompt, ids])) for prompt in prompts)  # noqa: RUF071
-        trained = bytearray(marked or bytes(shared[0]).ljust(len(ids), b"\1"))
+        shared = tuple(len(commonprefix([prompt, ids])) for prompt in prompts)  # noqa: RUF071  # it takes any sequences
+        after_prompt = bytes(shared[0]).ljust(len(ids), b"\1")  # zeros, then ones to the end
+        trained = bytearray(marked or after_prompt)
         self._trim(ids, trained, shared)
-        lengths = tuple(len(prompt) for prompt in prompts)
+        prompt_lengths = tuple(len(prompt) for prompt in prompts)
         return Example(
             conversation.row,
             conversation.turns,
             array("i", ids),
             trained=bytes(trained),
             shared=shared,
-            prompts=lengths,
+            prompt_lengths=prompt_lengths,
         )
 
-    def _prompts(self, before: list[Messages], tools: Tools) -> list[list[int]]:
-        """What a server tokenizes before it answers: always by the tokenizer's own template."""
+    def _prompts(self, histories: list[Messages], tools: Tools) -> list[list[int]]:
+        """What a server tokenizes before it answers: it knows only the tokenizer's own template."""
         return list(
             self.tokenizer.apply_chat_template(
-                before, tools=tools, add_generation_prompt=True, return_dict=False, **self._mode
+                histories, tools=tools, add_generation_prompt=True, return_dict=False, **self._template_options
             )
         )
 
     def _trim(self, ids: list[int], trained: bytearray, starts: tuple[int, ...]) -> None:
-        """No loss on white space before an answer, which the server writes, nor on what follows its stop token."""
+        """Take the loss off white space before an answer, and off special tokens and blanks after its stop token."""
         ends = [*starts[1:], len(ids)]
         for start, end in zip(starts, ends, strict=True):
             while start and trained[start - 1] and self.is_blank(ids[start - 1]):
@@ -274,41 +281,41 @@ class Renderer:
 
 
 def training_format(tokenizer: Any, rows: Sequence[Row] = (), thinking: bool | None = None) -> Choice:
-    """`messages`, the whole conversation, where servers see the same text; else `prompt_completion`, per answer."""
-    several = any(len(answer_turns(row)) > 1 for row in rows)
+    """`messages`, whole conversations, if servers see the same text; else `prompt_completion`, each answer alone."""
+    multi_turn = any(len(answer_turns(row)) > 1 for row in rows)
     probes = [ANSWER]
     if rows_think(rows):
         probes.append(THOUGHT)
     if _training_template(tokenizer) is not None:
         renderer = Renderer(tokenizer, "messages", thinking)
-        if all(_marks_answers(renderer, probe, several) for probe in probes):
+        if all(_marks_answers(renderer, probe, multi_turn) for probe in probes):
             return Choice("messages", tr("the training template marks the answers"))
     reason = tr("no template marks its answers as servers see them, so each answer is an example of its own")
     return Choice("prompt_completion", reason)
 
 
-def _marks_answers(renderer: Renderer, answer: Message, several: bool) -> bool:
-    """Whether whole conversations with such an answer can be trained; `several`: rows have more than one answer."""
+def _marks_answers(renderer: Renderer, answer: Message, multi_turn: bool) -> bool:
+    """Whether the template marks such an answer exactly; `multi_turn`: also one of two in a conversation."""
     from trl.chat_template_utils import is_chat_template_stop_token_trained
 
     example = renderer.encode({"messages": [QUESTION, answer]})
     prompt = example.ids[: example.shared[0]]
     for token, mask in zip(prompt, example.trained, strict=False):
-        if mask and not renderer.is_blank(token):  # Qwen3.5's prompt begins the thinking
+        if mask and not renderer.is_blank(token):  # marked, but the prompt has it: Qwen3.5 opens <think> there
             return False
     if not is_chat_template_stop_token_trained(renderer.tokenizer, chat_template=renderer.template):
         return False
-    if not several:
+    if not multi_turn:
         return True
     example = renderer.encode({"messages": [QUESTION, answer] * 2})
     trained_ids = list(itertools.compress(example.ids, example.trained))
     trained = renderer.tokenizer.decode(trained_ids)
-    thoughts = 2 if answer is THOUGHT else 0  # Qwen3 drops earlier ones
-    return example.shared[-1] == example.prompts[-1] and trained.count("a thought") == thoughts
+    thoughts = 2 if answer is THOUGHT else 0  # Qwen3's template drops the first
+    return example.shared[-1] == example.prompt_lengths[-1] and trained.count("a thought") == thoughts
 
 
 def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
-    """Whether the template knows enable_thinking=False, and the rows begin with the prompts of that mode too."""
+    """Whether enable_thinking=False changes the prompt, and the texts of these rows begin with such prompts too."""
     if rows_think(rows):
         return False
     form = training_format(tokenizer, rows).value
@@ -316,17 +323,17 @@ def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
     skipping = Renderer(tokenizer, form, thinking=False)
     if thinking.prompt([QUESTION]) == skipping.prompt([QUESTION]):
         return False
-    return all(example.shared == example.prompts for example in skipping.encode_all(rows))
+    return all(example.shared == example.prompt_lengths for example in skipping.encode_all(rows))
 
 
 @dataclass(frozen=True)
 class FilteredRows:
-    """All rows, the numbers of those that are too long, and the examples of the others."""
+    """All rows, which of them are too long, and the examples of the others."""
 
     form: Choice
     max_length: int
     rows: Sequence[Row] = field(repr=False)
-    too_long: dict[int, int]  # number (from 1) and tokens of each row that is left out
+    too_long: dict[int, int]  # tokens of each row that is left out, by its number (from 1)
     longest: int
     renderer: Renderer = field(repr=False)
     examples: list[Example] = field(repr=False)
@@ -359,7 +366,7 @@ class FilteredRows:
         )
 
     def write_too_long(self, folder: Path) -> None:
-        """Write the rows that are left out, with their numbers, to too_long.jsonl; empty without any."""
+        """Write the rows that are left out, with their numbers, to too_long.jsonl; the file may be empty."""
         lines = []
         for number, tokens in self.too_long.items():
             entry = {"row": number, "tokens": tokens, "cut": tokens - self.max_length}
@@ -407,7 +414,7 @@ def filter_by_length(
 
 @dataclass(frozen=True)
 class ContractReport:
-    """What the check counted. An example is what the trainer trains at once: a row, or one of its answers."""
+    """What the check counted. An example is one text for the trainer: a row, or one of its answers."""
 
     form: Choice
     examples: int
@@ -453,7 +460,7 @@ def check_contract(filtered: FilteredRows) -> ContractReport:
 
 
 def _require_tools_shown(filtered: FilteredRows) -> None:
-    """Refuse a template that does not show tools to the model; the first row with tools tells."""
+    """Refuse a template that does not show tools to the model; the first row with tools is tried."""
     for example in filtered.examples:
         row = filtered.rows[example.row - 1]
         if not row.get("tools"):
@@ -468,7 +475,7 @@ def _require_tools_shown(filtered: FilteredRows) -> None:
 
 
 def _check_example(renderer: Renderer, example: Example, row: Row) -> set[int]:
-    """The stop tokens of the answers; raises at the first token that breaks the contract."""
+    """Raise at the first token that breaks the contract; returns the stop tokens of the answers."""
     _check_prompts(renderer, example, row)
     expected = bytearray(len(example.ids))
     stop_ids = set()
@@ -488,9 +495,9 @@ def _check_example(renderer: Renderer, example: Example, row: Row) -> set[int]:
 
 
 def _check_prompts(renderer: Renderer, example: Example, row: Row) -> None:
-    """All that comes before an answer must be what a server would be sent."""
+    """Raise unless all that comes before each answer is what a server would see."""
     decode = renderer.tokenizer.decode
-    for turn, start, length in zip(example.turns, example.shared, example.prompts, strict=True):
+    for turn, start, length in zip(example.turns, example.shared, example.prompt_lengths, strict=True):
         if start == length:
             continue
         prompt = renderer.prompt(row["messages"][:turn], row.get("tools"))
@@ -510,7 +517,7 @@ def _check_prompts(renderer: Renderer, example: Example, row: Row) -> None:
 
 
 def _no_stop_token(renderer: Renderer, example: Example) -> CourseError:
-    """An answer at whose end generation would not stop."""
+    """The error for an answer at whose end generation would not stop."""
     decode = renderer.tokenizer.decode
     stops = ", ".join(repr(decode([stop])) for stop in sorted(renderer.stops))
     last_trained = max(example.trained.rfind(1), 0)
@@ -529,7 +536,7 @@ def _no_stop_token(renderer: Renderer, example: Example) -> CourseError:
 
 
 def _check_answer(row: int, message: Message, text: str) -> None:
-    """The text up to the stop token must say all that the answer says."""
+    """Raise unless the text up to the stop token says all that the answer of the row says."""
     missing = _missing_part(message, text)
     if missing:
         raise CourseError(
@@ -542,7 +549,7 @@ def _check_answer(row: int, message: Message, text: str) -> None:
 
 
 def _check_mask(renderer: Renderer, example: Example, expected: bytearray) -> None:
-    """Each answer must be trained with its stop token, and nothing else; white space may be either."""
+    """Raise unless exactly the `expected` tokens are trained; white space may be either."""
     for position, token in enumerate(example.ids):
         if example.trained[position] == expected[position] or renderer.is_blank(token):
             continue
@@ -562,17 +569,17 @@ def _check_mask(renderer: Renderer, example: Example, expected: bytearray) -> No
 
 
 def _missing_part(answer: Message, text: str) -> str:
-    """The first thought, words or called function that an answer has and its text has not; white space aside."""
+    """The first thought, content or called function of an answer that its text lacks; white space does not count."""
     content = answer.get("content")
     parts = [answer.get("reasoning_content") or ""]
     if isinstance(content, str):
         parts += re.split("</?think>", content)  # tags are the template's
     rest = _comparable(text)
     for part in parts:
-        short = _comparable(part)
-        if short not in rest:
+        searched = _comparable(part)
+        if searched not in rest:
             return repr(part.strip()[:40])
-        rest = rest[rest.index(short) + len(short) :]
+        rest = rest[rest.index(searched) + len(searched) :]  # the next part must come after this one
     for call in answer.get("tool_calls") or ():
         function = call.get("function") or call
         name = function.get("name", "")
@@ -582,7 +589,7 @@ def _missing_part(answer: Message, text: str) -> str:
 
 
 def _comparable(text: str) -> str:
-    """Without white space, and with its characters normalized, as many tokenizers do it."""
+    """The text without white space and in NFKC, to which many tokenizers normalize."""
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 
@@ -627,7 +634,7 @@ def build_dataset(
 
 
 def training_dataset(filtered: FilteredRows) -> Dataset:
-    """The examples of the kept rows, for SFTTrainer: it packs and shuffles these tokens, and changes none."""
+    """The tokens and labels of the examples, for SFTTrainer, which packs and shuffles them but changes none."""
     import numpy
     import pyarrow
     from datasets import Dataset
@@ -641,13 +648,13 @@ def training_dataset(filtered: FilteredRows) -> Dataset:
     has_loss = numpy.frombuffer(trained, dtype=bool)
     labels = numpy.where(has_loss, tokens, IGNORED).astype(numpy.int64)
     offsets = list(itertools.accumulate(filtered.lengths, initial=0))
-    # offsets of 64 bits: those of a plain list end at 2**31 tokens
+    # LargeListArray has offsets of 64 bits; those of ListArray end at 2**31 tokens
     columns = [pyarrow.LargeListArray.from_arrays(offsets, pyarrow.array(values)) for values in (tokens, labels)]
     return Dataset(pyarrow.table(columns, names=["input_ids", "labels"]))
 
 
 def validation_dataset(filtered: FilteredRows, held_out: Sequence[Row], count: int) -> Dataset | None:
-    """`count` of the held-out rows, evenly spread, rendered as the training rows are; None if that is none.
+    """`count` of the held-out rows, evenly spread, rendered as the training rows are; None if there are none.
 
     Rows that are too long are left out.
 
@@ -695,7 +702,7 @@ def check_trainer(trainer: Any, report: ContractReport) -> None:
 
 
 def answer(model: Any, tokenizer: Any, rows: Sequence[Row], max_new_tokens: int = 128) -> list[str]:
-    """The model's own answer to the last question of each row, as text; greedy, so it is the same every time.
+    """What the model itself answers to the last question of each row; greedy, so it is the same every time.
 
     Example:
         [text] = chat.answer(model, tokenizer, [{"messages": [question, expected_answer]}])

@@ -11,7 +11,7 @@ from typing import Any
 from nbutils import display, platforms, record
 from nbutils.config import shown
 from nbutils.errors import CourseError
-from nbutils.evaluation.comparison import SHOWN
+from nbutils.evaluation.comparison import SHOWN_SCORES
 from nbutils.evaluation.scores import Estimate
 from nbutils.language import tr
 from nbutils.record import Facts, RunFolder
@@ -115,7 +115,7 @@ def _column(run: Run, settings: Sequence[str]) -> dict[str, str]:
     for name in PANELS:
         score = run.scores.get(name)
         if score and score["mean"] is not None:
-            shown_as = SHOWN[name]
+            shown_as = SHOWN_SCORES[name]
             label = tr("merged: {score}", score=tr(shown_as.label))
             column[label] = Estimate(**score).text(shown_as.form)
     if run.verdict:

@@ -53,11 +53,11 @@ def run_lessons(stems: Sequence[str], parameters: dict[str, str]) -> RunFolder:
         of_the_run = lesson.RunParameters.model_validate(parameters)
         machine = lesson.find_machine(of_the_run)
         folder, resolved = lesson.open_run(of_the_run, machine)
-        work.goes_on(stems[0], folder)
+        work.set_lesson(stems[0], folder)
         print(tr("profile {name}, run {folder}", name=resolved.name, folder=folder.path), flush=True)
         for number, stem in enumerate(stems, 1):
             print(f"[{number}/{len(stems)}] {stem}", flush=True)
-            work.goes_on(stem, folder)
+            work.set_lesson(stem, folder)
             values = by_lesson[stem] | {"RUN_NAME": folder.name}
             with signals_to_kernel(besides=work.watcher) as received, notices.deferred():
                 try:

@@ -35,21 +35,21 @@ from nbutils.profiles import Resolved
 from nbutils.record import Facts, RunFolder
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
-OF_AN_ADAPTER = ("04_merge", "05_serve", "08_export", "09_benchmark")  # what they measure is of one adapter
+LESSONS_ABOUT_ADAPTER = ("04_merge", "05_serve", "08_export", "09_benchmark")  # a new adapter outdates their facts
 LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark")  # their processes may use every GPU
-TRY_NO_GPU = ("06_scale_out", "99_when_it_breaks")  # its processes try their own; a broken one is what it is for
-LARGEST_ON_CPU = 1  # billions of parameters that a profile without a GPU begins to train
-LIMITS = {  # of parameters of a type, or of one by name
+GPU_UNTESTED = ("06_scale_out", "99_when_it_breaks")  # each process of 06 tests its own; 99 is for broken ones
+LARGEST_ON_CPU = 1  # billions of parameters; without a GPU, no training of a larger model is begun
+LIMITS = {  # of a parameter by its name, else by its type
     int: Field(ge=0, le=2**32 - 1),
     float: Field(ge=0, le=2**32 - 1),
-    "RUN_NAME": Field(pattern=r"^(\w[\w.-]{0,79})?$"),  # a folder
+    "RUN_NAME": Field(pattern=r"^(\w[\w.-]{0,79})?$"),  # it becomes the name of a folder
     "RESUME": Field(pattern=r"^(auto|never|\d+)$"),
 }
-Types = Mapping[str, type]  # of parameters, by name
+ParameterTypes = Mapping[str, type]  # by name
 
 
 class RunParameters(BaseModel, alias_generator=str.upper):
-    """The parameters that choose a run; each lesson has some of them."""
+    """The parameters that decide which run a lesson works in, and how; each lesson has some of them."""
 
     profile: str = "auto"
     model: str = ""
@@ -83,7 +83,7 @@ class Lesson(Machine):
     def __post_init__(self) -> None:
         self.profile = self.resolved.profile
         self.model = self.resolved.model  # what `from_pretrained` is given: a folder or a hub id
-        self.model_name = self.resolved.called  # in facts.json, where it means the same on the next machine
+        self.model_name = self.resolved.model_name  # in facts.json, where it means the same on the next machine
         self.device: int | str = distributed.local_rank() if self.gpu else "cpu"
         self.scratch = self.folders.scratch / self.run.name  # on the fast disk that may vanish
 
@@ -93,35 +93,35 @@ class Lesson(Machine):
         return distributed.device_map(self.device, self.profile.from_pretrained.dtype, self.profile.method)
 
     def with_recipe(self, lengths: Sequence[int], held_out: int | None = None) -> Lesson:
-        """The same lesson with the recipe for examples of these lengths (in tokens), `held_out` rows beside them.
+        """This lesson with the recipe for examples of these lengths in tokens, and for so many `held_out` rows.
 
         Example: lesson = lesson.with_recipe(dataset.lengths, len(eval_rows))
         """
         from transformers.utils import cached_file
 
-        cached_file(self.model, "config.json")  # of a hub model: its size decides learning rate and method
+        cached_file(self.model, "config.json")  # downloads it: the model's size decides learning rate and method
         rows = profiles.Rows.of(lengths, held_out)
         fitted = replace(self, resolved=self.fitted(rows))
         processes = distributed.world_size()
         print(tr("recipe    {schedule}", schedule=profiles.schedule(fitted.profile.sft, rows, processes)))
-        if warning := profiles.few_steps(fitted.profile, self.resolved.given, rows, processes):
+        if warning := profiles.few_steps(fitted.profile, self.resolved.as_written, rows, processes):
             print(f"[WARN] {warning}")
         return fitted
 
     def fitted(self, rows: profiles.Rows) -> Resolved:
-        """The profile for these rows; a run that has begun keeps the rows of its steps and of its validation."""
+        """The profile for these rows; a resumed run keeps its rows per step and its validation rows."""
         newest = None
         if distributed.is_main() and self.parameters.get("RESUME") != "never":
-            kept = checkpoints.newest_first(checkpoints.stores(self.folders, self.run.name))
-            newest = kept[0] if kept else None
-        newest = distributed.broadcast(newest)
+            saved = checkpoints.newest_first(checkpoints.stores(self.folders, self.run.name))
+            newest = saved[0] if saved else None
+        newest = distributed.broadcast(newest)  # only the main process looks: all must decide alike
         resolved = self.resolved
         if newest:
             resolved = profiles.keep_begun(resolved, newest.fingerprint, newest.validation_rows)
         return profiles.fit(resolved, rows)
 
     def require(self, stem: str) -> None:
-        """Make sure that an earlier lesson's result is in the run folder; if it is not, run that lesson now.
+        """Make sure that the run folder has the result of an earlier lesson; if not, run that lesson now.
 
         Example: lesson.require("03_qlora")
         """
@@ -137,7 +137,7 @@ class Lesson(Machine):
             require_trained(self.run)
 
     def _refuse_if_elsewhere(self, stem: str) -> None:
-        """Hours that nobody asked for: the learner may mean a run that has this result."""
+        """Do not train for hours unasked if other runs have this result: the learner may mean one of them."""
         others = [name for name, run in record.runs(self.folders.keep).items() if run.has(stem)]
         if others:
             raise CourseError(
@@ -152,7 +152,7 @@ class Lesson(Machine):
             )
 
     def arguments(self, stem: str, **values: Any) -> list[str]:
-        """The words after a lesson's name on its command line: this profile, model and run, and what is given here."""
+        """The command-line arguments of a lesson: this profile, model and run, and `values`, as far as it has them."""
         chosen = {
             "PROFILE": self.resolved.source,
             "MODEL": self.parameters.get("MODEL"),
@@ -167,13 +167,13 @@ class Lesson(Machine):
         return words
 
     def launch(self, command: list[str], processes: int = 1, threads: int = 0, keep: Path | None = None) -> None:
-        """Run the command line of a lesson, which ends with this kernel; its runs are kept here or elsewhere."""
-        calm = self.stem == "06_scale_out"  # it compares three runs of lesson 03, and shows what it compares
+        """Run the command line of a lesson; it ends with this kernel, and its runs go to `keep` or where ours go."""
+        calm = self.stem == "06_scale_out"  # of the three runs that it compares, only the progress is shown
         with notices.deferred():
             distributed.launch(command, keep or self.folders.keep, processes, threads, calm)
 
     def finish(self, *measured: Any, **facts: Any) -> None:
-        """Write what was measured to facts.json and print where that is.
+        """Write the facts of each result, and further facts by name, to facts.json; print where that is.
 
         Example: lesson.finish(dataset, result, note="first try")
         """
@@ -181,7 +181,7 @@ class Lesson(Machine):
         for result in measured:
             entry |= result.facts()
         entry |= facts
-        top = {
+        top = {  # beside the entries of the lessons
             "platform": asdict(self.platform),
             "profile": self.resolved.name,
             "profile_source": self.resolved.source,
@@ -194,9 +194,9 @@ class Lesson(Machine):
             top["set"] = self.resolved.set_values
             entry["settings"] = flat(self.profile.model_dump())
             if entry.get("train_seconds") or self.run.merge_is_outdated:
-                outdated = OF_AN_ADAPTER
-        whole = record.update(self.run.facts, top, self.stem, entry, outdated)
-        record.write_report(self.run.report, self.run.name, whole)
+                outdated = LESSONS_ABOUT_ADAPTER
+        all_facts = record.update(self.run.facts, top, self.stem, entry, outdated)
+        record.write_report(self.run.report, self.run.name, all_facts)
         print(
             tr(
                 "Lesson {lesson} done in {seconds:.0f} s. Facts: {facts}",
@@ -209,7 +209,7 @@ class Lesson(Machine):
 
 
 def _summary(entry: Facts) -> str:
-    """What a lesson came to, in the few words of a notice."""
+    """The outcome of a lesson in a few words, for a notice."""
     parts = []
     if "planned_steps" in entry:
         parts.append(tr("step {steps} of {planned}", steps=entry["steps"], planned=entry["planned_steps"]))
@@ -221,7 +221,7 @@ def _summary(entry: Facts) -> str:
 
 
 def require_trained(run: RunFolder) -> None:
-    """Refuse the adapter of a training that has not ended, or of other rows than those of the run."""
+    """Refuse an adapter whose training is unfinished, or was on other rows than the run has now."""
     trained = record.load_facts(run.facts).lessons.trained
     if not trained.ended:
         raise Unfinished(
@@ -257,7 +257,7 @@ def begin(stem: str, namespace: Facts) -> Lesson:
     if stem not in LAUNCHERS:
         hardware.use_one_gpu()
         hardware.leave_no_gaps()
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # asks for a kernel no lesson needs
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # wants a package no lesson needs
     values = collect(stem, namespace)
     parameters = RunParameters.model_validate(values)
     distributed.join()
@@ -267,9 +267,9 @@ def begin(stem: str, namespace: Facts) -> Lesson:
         install.ensure("train")
         if language() == "zh":
             display.pyplot()  # the figures that a lesson draws by itself are in Chinese too
-        machine = find_machine(parameters, try_gpu=stem not in TRY_NO_GPU)
+        machine = find_machine(parameters, test_gpu=stem not in GPU_UNTESTED)
         run, resolved = open_run(parameters, machine)
-        work.goes_on(stem, run)
+        work.set_lesson(stem, run)
     if stem == "03_qlora" and (line := distributed.hint(machine.gpu.count if machine.gpu else 0)):
         print(line)
     print(tr("profile   {name}: {reason}", name=resolved.name, reason=resolved.choices["profile"].reason))
@@ -284,7 +284,7 @@ def begin(stem: str, namespace: Facts) -> Lesson:
 
 
 def collect(stem: str, namespace: Facts) -> Facts:
-    """The checked parameters of a lesson; in a plain script the command line is applied to `namespace` first."""
+    """The checked parameters of a lesson, also put into `namespace`; a plain script takes its command line first."""
     types = declared_in(NOTEBOOKS / f"{stem}.py")
     if platforms.in_kernel():
         refuse_unknown(_set_by_papermill(namespace.get("In", [])), types)
@@ -299,13 +299,13 @@ def collect(stem: str, namespace: Facts) -> Facts:
 
 
 def _set_by_papermill(cells: Iterable[str]) -> Iterator[str]:
-    """The names in the cell that papermill adds."""
+    """The names assigned in the cell that papermill injects, its own PAPERMILL_ ones aside."""
     for cell in cells:
         if cell.lstrip().startswith("# Parameters"):
             yield from re.findall(r"^(?!PAPERMILL_)(\w+) =", cell, re.MULTILINE)
 
 
-def _command_line(types: Types) -> Facts:
+def _command_line(types: ParameterTypes) -> Facts:
     """The parameters on the command line of a lesson."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description="Parameters of this lesson.")
     for name, kind in types.items():
@@ -325,12 +325,12 @@ def declared_in(source: Path) -> dict[str, type]:
 
 
 def parse(name: str, value: Any, kind: type) -> Any:
-    """A parameter as its declared type, from a cell or a command line."""
+    """The value from a cell or a command line as the declared type, within its limits."""
     if kind is str and type(value) in (int, float):
-        value = str(value)  # papermill's -p makes a number of RUN_NAME 2024
-    limited: Any = Annotated[kind, LIMITS.get(name) or LIMITS.get(kind)]
+        value = str(value)  # `papermill -p RUN_NAME 2024` passes a number
+    kind_within_limits: Any = Annotated[kind, LIMITS.get(name) or LIMITS.get(kind)]
     try:
-        return TypeAdapter(limited).validate_python(value)
+        return TypeAdapter(kind_within_limits).validate_python(value)
     except ValidationError as problem:
         reason = problem.errors()[0]["msg"]
         raise CourseError(
@@ -339,7 +339,7 @@ def parse(name: str, value: Any, kind: type) -> Any:
         ) from problem
 
 
-def refuse_unknown(names: Iterable[str], types: Types) -> None:
+def refuse_unknown(names: Iterable[str], types: ParameterTypes) -> None:
     """Stop if any name is not a parameter of this lesson."""
     for name in names:
         if name not in types:
@@ -350,18 +350,19 @@ def refuse_unknown(names: Iterable[str], types: Types) -> None:
             )
 
 
-def find_machine(parameters: RunParameters, try_gpu: bool = True) -> Machine:
-    """The platform with its network and Drive ready, its folders, and a GPU that was tried."""
+def find_machine(parameters: RunParameters, test_gpu: bool = True) -> Machine:
+    """Prepare network, Drive and caches of this platform, and test its GPU; print what was found."""
     platform = platforms.detect()
     gpu = hardware.gpu()
-    if gpu is None:  # nothing is compiled for a CPU, and bitsandbytes would import torch's compiler: two seconds
+    if gpu is None:  # nothing is compiled for a CPU; this saves the two seconds in which bitsandbytes imports dynamo
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     print(tr("platform  {name} ({evidence})", name=platform.name, evidence=tr(platform.evidence)))
-    is_bundled = parameters.profile in ("auto", "tiny") and not parameters.model  # `auto` takes it without a GPU
+    # without a GPU, `auto` takes the bundled model: no hub is needed
+    is_bundled = parameters.profile in ("auto", "tiny") and not parameters.model
     for line in platforms.prepare_network(platform, probe=gpu is not None or not is_bundled):
         print(line)
     if platform.name == "colab":
-        print(tr("drive     {told}", told=platforms.mount_drive()))
+        print(tr("drive     {status}", status=platforms.mount_drive()))
     folders = platforms.folders(platform)
     if not folders.lasting:
         print(
@@ -372,9 +373,9 @@ def find_machine(parameters: RunParameters, try_gpu: bool = True) -> Machine:
             )
         )
     if moved := platforms.use_model_cache(platform, folders):
-        print(tr("cache     {told}", told=moved))
+        print(tr("cache     {status}", status=moved))
     print(tr("gpu       {gpu}", gpu=gpu or tr("none: this machine trains on its CPU")))
-    if try_gpu:
+    if test_gpu:
         hardware.require_working(gpu)
     return Machine(platform, folders, gpu)
 
@@ -386,21 +387,22 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
     make_folder(folders.scratch, tr("scratch files"))
     profile = parameters.profile
     model = parameters.model
-    by_auto = profile == "auto" and not model and not parameters.run_name
+    by_auto = profile == "auto" and not model and not parameters.run_name  # the learner named nothing
     if by_auto and machine.gpu:
         parameters = parameters.model_copy(update={"run_name": unfinished_run(folders.keep)})
 
-    @cache
+    @cache  # what it copies and prints, it should copy and print once
     def folder_of(profile: str) -> RunFolder:
+        """The run folder for a profile, with what earlier sessions left of this run elsewhere."""
         run = RunFolder(folders.keep / _run_name(parameters, profile))
         _adopt_earlier(run, folders, parameters)
         return run
 
     if profile != "auto" and not model and machine.gpu is None:
-        _require_small(profile, folder_of(Path(profile).stem))
+        _require_gpu_for(profile, folder_of(Path(profile).stem))
     continued = False
     if profile == "auto" and not model and parameters.run_name:
-        beginning = record.load_facts(folder_of("").facts)
+        beginning = record.load_facts(folder_of("").facts)  # RUN_NAME is its name, whatever the profile
         continued = bool(beginning.profile_source and beginning.model)
         if continued:
             profile = beginning.profile_source
@@ -411,13 +413,13 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
         gpu=machine.gpu,
         platform=machine.platform,
         online=platforms.hub_online,
-        overrides=lambda name: _overrides(parameters, folder_of(name)),
+        overrides=lambda name: _overrides(parameters, folder_of(name)),  # which run it is may depend on the profile
     )
     if continued:
         for choice in ("profile", "model"):
             resolved.choices[choice] = replace(resolved.choices[choice], reason=tr("this run began with it"))
     run = folder_of(resolved.name)
-    resolved = replace(resolved, set_values=_kept_settings(parameters, run))
+    resolved = replace(resolved, set_values=_settings_of_run(parameters, run))
     make_folder(run.path, tr("this run"))
     if distributed.is_main():
         _record_beginning(run, resolved, parameters, folders, by_auto)
@@ -425,9 +427,9 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
 
 
 def unfinished_run(keep: Path) -> str:
-    """The newest run that `auto` began here for a GPU and did not finish, whatever GPU is here today; "" if none."""
+    """The name of the newest unfinished run that `auto` began for any GPU; empty if there is none."""
     for run in record.runs(keep).values():
-        with suppress(CourseError):  # an invalid facts.json
+        with suppress(CourseError):  # a run with an invalid facts.json is passed over
             facts = record.load_facts(run.facts)
             trained = facts.lessons.trained
             finished = trained.planned_steps and trained.ended
@@ -452,8 +454,8 @@ def _run_name(parameters: RunParameters, profile: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip("-._") or "run"
 
 
-def _require_small(profile: str, run: RunFolder) -> None:
-    """Refuse to begin a training on a CPU that would take days; a run of a GPU may be merged and served here."""
+def _require_gpu_for(profile: str, run: RunFolder) -> None:
+    """Refuse to begin a training that would take days on a CPU; a run begun elsewhere may be merged and served here."""
     known = profiles.known_models().get(profiles.load(profile).model)
     if known and known.billions > LARGEST_ON_CPU and not run.facts.exists():
         raise CourseError(
@@ -469,8 +471,8 @@ def _require_small(profile: str, run: RunFolder) -> None:
         )
 
 
-def _kept_settings(parameters: RunParameters, run: RunFolder) -> Facts:
-    """SET; if it is empty, the one this run started with, unless another profile is named or it starts over."""
+def _settings_of_run(parameters: RunParameters, run: RunFolder) -> Facts:
+    """SET; if empty, the one this run started with, unless another profile is named or the run starts over."""
     if parameters.set:
         return settings_in(parameters.set)
     beginning = record.load_facts(run.facts)
@@ -480,13 +482,12 @@ def _kept_settings(parameters: RunParameters, run: RunFolder) -> Facts:
 
 
 def _overrides(parameters: RunParameters, run: RunFolder) -> Overrides:
-    """What replaces values of the profile, and why; MAX_STEPS and SAVE_STEPS win over SET."""
-    values = {field: (value, tr("SET of this run")) for field, value in _kept_settings(parameters, run).items()}
+    """Values that replace those of the profile, each with its reason; MAX_STEPS and SAVE_STEPS win over SET."""
+    values = {field: (value, tr("SET of this run")) for field, value in _settings_of_run(parameters, run).items()}
     for name in ("max_steps", "save_steps"):
         steps = getattr(parameters, name)
         if steps:
-            reason = tr("parameter {name}", name=name.upper())
-            values[f"sft.{name}"] = (steps, reason)
+            values[f"sft.{name}"] = (steps, tr("parameter {name}", name=name.upper()))
     return values
 
 
@@ -499,21 +500,22 @@ def _record_beginning(
 ) -> None:
     """Note what a run began with; an invalid facts.json is an error now, not after the training."""
     stores = checkpoints.stores(folders, run.name)
-    trained = any(any(store.glob("checkpoint-*.json")) for store in stores)
+    has_checkpoint = any(any(store.glob("checkpoint-*.json")) for store in stores)
     top: Facts = {}
-    if not trained or parameters.resume == "never" or not run.facts.exists():  # else lesson 03 may refuse these
+    # a training that has begun keeps what it began with: lesson 03 may refuse what is set today
+    if not has_checkpoint or parameters.resume == "never" or not run.facts.exists():
         top = {
             "profile": resolved.name,
             "profile_source": resolved.source,
-            "model": resolved.called,
+            "model": resolved.model_name,
             "set": resolved.set_values,
         }
     record.note_beginning(run.facts, top, by_auto)
 
 
 def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) -> None:
-    """Copy data and facts of this run from where an earlier session left them: an attached output, a former keep."""
-    for store in checkpoints.stores(folders, run.name)[1:]:  # after that of keep
+    """Copy data and facts of this run from where an earlier session left them: an attached output, a former folder."""
+    for store in checkpoints.stores(folders, run.name)[1:]:  # the first is that of the run itself
         former = RunFolder(store.parent)
         attached = folders.is_attached(store)
         parts = (store, former.path, former.data, former.facts)
@@ -540,12 +542,12 @@ def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) 
 
 
 def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
-    """An attached run may choose no model or profile but the course's own and what the learner names."""
+    """Refuse an attached run with a model or profile that is neither the course's own nor named by the learner."""
     facts = record.load_facts(run.facts)
     foreign = []
     model = facts.model
-    ours = not model or profiles.is_tiny(model) or profiles.course_model(model)
-    if not ours and model != parameters.model:
+    is_known = not model or profiles.is_tiny(model) or profiles.course_model(model)
+    if not is_known and model != parameters.model:
         foreign.append(f"MODEL = {model!r}")
     profile = facts.profile_source
     if profile not in ("", parameters.profile, *profiles.names()):
@@ -565,7 +567,7 @@ def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
 
 
 def _copy_data(former: Path, data: Path) -> None:
-    """Copy the plain files of a data folder; the card, which says that all is there, comes last."""
+    """Copy the plain files of a data folder, the card last: it says that all the others are there."""
     print(tr("data      copied from {folder}", folder=former))
     make_folder(data, tr("this run"))
     card_last = sorted(former.iterdir(), key=lambda file: file.name == "data_card.json")

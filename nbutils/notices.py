@@ -133,8 +133,8 @@ class Work:
             self.watcher.stdin.write(json.dumps(now | end) + "\n")
             self.watcher.stdin.flush()
 
-    def goes_on(self, lesson: str, run: RunFolder | None) -> None:
-        """A lesson begins, or its run is known now."""
+    def set_lesson(self, lesson: str, run: RunFolder | None) -> None:
+        """Note which lesson is under way, and its run once that is open."""
         self.lesson = lesson
         self.run = run
         self._write()

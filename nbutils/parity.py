@@ -1,6 +1,7 @@
 """Compare the next-token predictions of every form of a model: the base, the adapter on its base, merged, served.
 
-Stored in `evaluation/parity.json` by lessons 04 (models), 05 (server). Reading the merged model twice gives the noise.
+Lesson 04 measures the models, lesson 05 the server; both store the result in `evaluation/parity.json`. The merged model
+is measured twice, in different batches: what differs then is noise.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
 
 HELD_OUT_ROWS = 12
 GENERAL_ROWS = 4
-MEASURED = 16  # positions of a row: the first ones of its reference
-LONGEST = 512  # tokens of a text, so that all texts are one batch on any GPU
-KEPT_TOKENS = 256  # the likeliest of a position, when predictions are kept: half a megabyte for each model
-SERVER_TOKENS = 20  # what vLLM tells of a position unless --max-logprobs says more
+MEASURED_TOKENS = 16  # of each row: the first ones of its reference answer
+LONGEST_TEXT = 512  # tokens, so that all texts fit any GPU as one batch
+KEPT_TOKENS = 256  # the likeliest ones at each position that are stored: half a megabyte for each model
+SERVER_TOKENS = 20  # vLLM gives no more logprobs of a position unless --max-logprobs says so
 SERVER_REQUESTS = 8  # in flight
-POSITIONS = 32  # compared together: 40 MB of a large vocabulary
+POSITIONS_AT_ONCE = 32  # to compare: 40 MB with a large vocabulary
 RESOLUTION = 1e-6  # a sum of float32 probabilities is not known better than this
-TOKENIZED_ROWS = 32  # of a merged folder's own tokenizer, beside the training's
-FAR = 30  # times the noise: no kernels of another program round that differently, it runs another model
+TOKENIZED_ROWS = 32  # that the tokenizers of training and merged folder must tokenize alike
+FAR_FROM_NOISE = 30  # times the noise: other kernels do not round that differently, so it must be another model
 NAMES = {  # of the forms of a model
     "base": "the base without the tuning",
     "4bit": "adapter on the 4-bit base it was trained on",
@@ -52,16 +53,16 @@ FAILS = "FAILS"
 
 @dataclass(frozen=True)
 class FixedSet:
-    """Texts whose last `measured` tokens are to be predicted."""
+    """The texts that every form of the model is measured on."""
 
     texts: list[Tokens]
-    measured: list[int]
+    measured: list[int]  # for each text: how many of its last tokens are to be predicted
 
 
-def fixed_set(evaluator: Evaluator, general: Evaluator | None = None, *, limit: int = LONGEST) -> FixedSet:
-    """The fixed set of a run, rows spread evenly over both; `limit` is the shortest context of all models."""
+def fixed_set(evaluator: Evaluator, general: Evaluator | None = None, *, limit: int = LONGEST_TEXT) -> FixedSet:
+    """Rows spread evenly over the held-out and the general ones; `limit` is the shortest context of all forms."""
     fixed = FixedSet([], [])
-    longest = min(limit, LONGEST)
+    longest = min(limit, LONGEST_TEXT)
     _add_texts(fixed, evaluator, HELD_OUT_ROWS, longest)
     if general:
         _add_texts(fixed, general, GENERAL_ROWS, longest)
@@ -69,20 +70,20 @@ def fixed_set(evaluator: Evaluator, general: Evaluator | None = None, *, limit: 
 
 
 def _add_texts(fixed: FixedSet, evaluator: Evaluator, count: int, longest: int) -> None:
-    """Add `count` rows; where none is short enough, what is too long loses its beginning."""
+    """Add `count` rows that are short enough; if there are none, rows that are too long, without their beginning."""
     numbers = range(len(evaluator.rows))
-    fitting = [number for number in numbers if len(evaluator.prompts[number]) <= longest - MEASURED]
-    pool = fitting or numbers
-    stride = max(1, len(pool) // count)
-    for number in pool[::stride][:count]:
+    fitting = [number for number in numbers if len(evaluator.prompts[number]) <= longest - MEASURED_TOKENS]
+    usable = fitting or numbers
+    stride = max(1, len(usable) // count)
+    for number in usable[::stride][:count]:
         row = evaluator.rows[number]
         example = evaluator.renderer.encode(row)
-        begin = max(1, example.shared[-1])
-        text = list(example.ids[: begin + MEASURED])
-        text = text[1 - longest :]  # a server adds at least one token
+        answer_start = max(1, example.shared[-1])  # the first token of a text has nothing to be predicted from
+        text = list(example.ids[: answer_start + MEASURED_TOKENS])
+        text = text[1 - longest :]  # one token less than the limit: a server must generate at least one
         measured = min(
-            MEASURED,
-            len(example.ids) - begin,
+            MEASURED_TOKENS,
+            len(example.ids) - answer_start,
             len(text) - 1,
         )
         fixed.texts.append(text)
@@ -91,34 +92,35 @@ def _add_texts(fixed: FixedSet, evaluator: Evaluator, count: int, longest: int) 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Log-probabilities at each position: of the whole vocabulary, or (`tokens` says which) of the likeliest ones."""
+    """Log-probabilities at each position: of the whole vocabulary, or of the likeliest tokens, in falling order."""
 
-    logs: torch.Tensor
-    tokens: torch.Tensor | None = None
+    log_probs: torch.Tensor  # by position and token
+    tokens: torch.Tensor | None = None  # which ones, by position; None: the whole vocabulary
 
     @property
     def likeliest(self) -> torch.Tensor:
-        """The token each position would choose."""
-        return self.logs.argmax(-1) if self.tokens is None else self.tokens[:, 0]
+        """The likeliest token of each position."""
+        return self.log_probs.argmax(-1) if self.tokens is None else self.tokens[:, 0]
 
     def shortened(self, count: int = KEPT_TOKENS) -> Predictions:
-        """The same with the likeliest tokens only, the likeliest first."""
+        """Only the `count` likeliest tokens; what is short already stays as it is."""
         if self.tokens is not None:
             return self
-        logs, tokens = self.logs.topk(min(count, self.logs.shape[-1]), dim=-1)
-        return Predictions(logs, tokens)
+        log_probs, tokens = self.log_probs.topk(min(count, self.log_probs.shape[-1]), dim=-1)
+        return Predictions(log_probs, tokens)
 
 
 def measure(model: Any, fixed: FixedSet, batch_size: int = HELD_OUT_ROWS + GENERAL_ROWS) -> Predictions:
-    """What a model in memory predicts."""
+    """The predictions of a model in memory, over the whole vocabulary."""
     import torch
 
     model.eval()
 
     def predict(batch: Sequence[int]) -> list[torch.Tensor]:
-        """Of a batch padded at the left: the measured positions are then the last ones of every row."""
+        """Log-probabilities of a batch; padded at the left, so that the measured positions are the last of each row."""
         counts = [fixed.measured[row] for row in batch]
-        ids, mask = padded([fixed.texts[row][:-1] for row in batch], 0, model.device, left=True)
+        inputs = [fixed.texts[row][:-1] for row in batch]  # the last token is predicted, not read
+        ids, mask = padded(inputs, 0, model.device, left=True)
         with torch.inference_mode():
             logits = model(
                 input_ids=ids,
@@ -130,22 +132,22 @@ def measure(model: Any, fixed: FixedSet, batch_size: int = HELD_OUT_ROWS + GENER
             return [logits[row, -count:].float().log_softmax(-1).cpu() for row, count in enumerate(counts)]
 
     rows = range(len(fixed.texts))
-    logs = torch.cat([predicted for _, predicted in in_batches(rows, batch_size, predict)])
-    if torch.isnan(logs).any():
+    log_probs = torch.cat([predicted for _, predicted in in_batches(rows, batch_size, predict)])
+    if torch.isnan(log_probs).any():
         raise CourseError(
             tr("The model's logits contain NaN or infinity: a value overflowed its precision."),
             todo=tr("Use another dtype (float32, or bfloat16 where the GPU supports it), or another model."),
         )
-    return Predictions(logs)
+    return Predictions(log_probs)
 
 
 def measure_server(client: OpenAI, model_name: str, fixed: FixedSet) -> Predictions:
-    """What the model that a vLLM server serves predicts: the likeliest tokens of every position."""
+    """The predictions of the model on a vLLM server: the likeliest tokens of every position."""
     import torch
     from openai import OpenAIError
 
     def predict(text: Tokens, measured: int) -> list[Any]:
-        """The likeliest tokens of each position (vLLM adds the text's own token where it is not among them)."""
+        """(logprob, token) of the likeliest tokens at each position; a token of the text that vLLM adds is cut off."""
         completion: Any = client.completions.create(
             model=model_name,
             prompt=text,
@@ -155,15 +157,15 @@ def measure_server(client: OpenAI, model_name: str, fixed: FixedSet) -> Predicti
         )
         positions = []
         for tokens in completion.choices[0].prompt_logprobs[-measured:]:
-            logs = [(value["logprob"], int(token)) for token, value in tokens.items()]
-            logs.sort(reverse=True)
-            positions.append(logs[:SERVER_TOKENS])
+            ranked = [(value["logprob"], int(token)) for token, value in tokens.items()]
+            ranked.sort(reverse=True)
+            positions.append(ranked[:SERVER_TOKENS])
         return positions
 
     try:
         with ThreadPoolExecutor(SERVER_REQUESTS) as pool:
             texts = list(pool.map(predict, fixed.texts, fixed.measured))
-    except (OpenAIError, AttributeError, TypeError) as problem:  # not up, or no vLLM
+    except (OpenAIError, AttributeError, TypeError) as problem:  # it is not up, or is not vLLM
         raise CourseError(
             tr(
                 "The server at {url} did not answer: {problem}.",
@@ -172,23 +174,24 @@ def measure_server(client: OpenAI, model_name: str, fixed: FixedSet) -> Predicti
             ),
             todo=tr("Read its log; a text that is too long for it needs a larger vllm.max_model_len."),
         ) from problem
+    # float64 holds both of a pair, token ids exactly
     likeliest = torch.tensor([position for text in texts for position in text], dtype=torch.float64)
     return Predictions(likeliest[..., 0].float(), likeliest[..., 1].long())
 
 
 @dataclass(frozen=True)
 class Gap:
-    """KL divergence of two predictions in nats per token, and how many next tokens agree; coarse: at least."""
+    """KL divergence of two predictions in nats per token, and how many of the likeliest next tokens agree."""
 
     mean: float
     worst: float
     same_choices: int
     positions: int
-    coarse: bool = False
+    coarse: bool = False  # computed from the likeliest tokens: the divergences are lower bounds
 
     @property
     def columns(self) -> dict[str, str]:
-        """For the tables that show it."""
+        """The gap as cells of a table, by heading."""
         return {
             tr("KL mean"): self.nats(self.mean),
             tr("KL worst"): self.nats(self.worst),
@@ -201,10 +204,10 @@ class Gap:
 
 
 def gap(reference: Predictions, other: Predictions) -> Gap:
-    """How much is lost if `other` predicts in place of `reference`."""
+    """KL(reference || other): how much is lost if `other` predicts in place of `reference`."""
     coarse = reference.tokens is not None or other.tokens is not None
     divergences = _coarse_divergences(reference, other) if coarse else _divergences(reference, other)
-    divergences = divergences.float().clamp(min=0.0)
+    divergences = divergences.float().clamp(min=0.0)  # rounding can make them slightly negative
     return Gap(
         mean=float(divergences.mean()),
         worst=float(divergences.max()),
@@ -215,34 +218,34 @@ def gap(reference: Predictions, other: Predictions) -> Gap:
 
 
 def _divergences(reference: Predictions, other: Predictions) -> torch.Tensor:
-    """Of each position, over the whole vocabulary."""
+    """The KL divergence at each position, over the whole vocabulary."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parts = []
-    pairs = zip(reference.logs.split(POSITIONS), other.logs.split(POSITIONS), strict=True)
+    pairs = zip(reference.log_probs.split(POSITIONS_AT_ONCE), other.log_probs.split(POSITIONS_AT_ONCE), strict=True)
     for left, right in pairs:
         log_p = left.to(device).double()
         log_q = right.to(device).double()
         terms = log_p.exp() * (log_p - log_q)
-        possible = torch.where(log_p == -torch.inf, 0.0, terms)  # where it is impossible, nothing is lost
-        parts.append(possible.sum(dim=-1).cpu())
+        terms = torch.where(log_p == -torch.inf, 0.0, terms)  # 0 * log 0 is 0, not NaN
+        parts.append(terms.sum(dim=-1).cpu())
     return torch.cat(parts)
 
 
 def _coarse_divergences(reference: Predictions, other: Predictions) -> torch.Tensor:
-    """Over the tokens that both sides know, and all the rest as one: it never exceeds the true value."""
+    """A lower bound at each position: over the tokens that both sides have, with all others taken together as one."""
     import torch
 
     left = reference.shortened()
     right = other.shortened()
     assert left.tokens is not None and right.tokens is not None
-    same = left.tokens.unsqueeze(2) == right.tokens.unsqueeze(1)  # at each position: our tokens by theirs
-    theirs = right.logs.double().unsqueeze(1)
-    log_q = torch.where(same, theirs, -torch.inf)
-    log_q = log_q.amax(2)  # of our tokens; -inf where the other side does not know it
-    log_p = left.logs.double()
-    log_p = torch.where(log_q == -torch.inf, log_q, log_p)
+    same = left.tokens.unsqueeze(2) == right.tokens.unsqueeze(1)  # (position, token of left, token of right)
+    right_log_probs = right.log_probs.double().unsqueeze(1)
+    log_q = torch.where(same, right_log_probs, -torch.inf)
+    log_q = log_q.amax(2)  # what right gives to the tokens of left; -inf where it does not have one
+    log_p = left.log_probs.double()
+    log_p = torch.where(log_q == -torch.inf, log_q, log_p)  # such a token belongs to the rest on both sides
     p = log_p.exp()
     q = log_q.exp()
     terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
@@ -255,15 +258,15 @@ def _coarse_divergences(reference: Predictions, other: Predictions) -> torch.Ten
 class StoredParity(BaseModel):
     """The content of parity.json; what older versions stored beside it is ignored."""
 
-    mark: str  # of the texts and of the merged model: the files of the predictions have it too
+    mark: str  # digest of the texts and of `about`; the files of predictions that belong here have the same
     about: dict[str, Any]  # the stamp of the merged model: which one it is, and what it was merged into
     fixed: FixedSet
-    gaps: dict[str, Gap] = {}
-    readings: dict[str, Any] = {}  # by the name of the form
+    gaps: dict[str, Gap] = {}  # by "OTHER against REFERENCE"
+    readings: dict[str, Any] = {}  # the forms that were measured; the values are empty
 
 
 class PredictionStore:
-    """Predictions on a fixed set by the name of the form, kept in the run, and the gaps between them."""
+    """The predictions of each form of a model on the fixed set, and the gaps between them; stored in the run folder."""
 
     def __init__(self, run: Path, stored: StoredParity) -> None:
         self.folder = run / FOLDER / "parity"
@@ -272,13 +275,13 @@ class PredictionStore:
         self.forms: dict[str, Predictions] = {}
 
     def add(self, name: str, predictions: Predictions) -> None:
-        """Compare new predictions with all that are here, and keep them: the likeliest tokens, then all numbers."""
+        """Compare new predictions with all others, and store them: first their likeliest tokens, then parity.json."""
         from safetensors.torch import save_file
 
-        for other, known in self.forms.items():
+        for other, of_other in self.forms.items():
             if other != name:
-                self.stored.gaps[f"{other} against {name}"] = gap(predictions, known)
-                self.stored.gaps[f"{name} against {other}"] = gap(known, predictions)
+                self.stored.gaps[f"{other} against {name}"] = gap(predictions, of_other)
+                self.stored.gaps[f"{name} against {other}"] = gap(of_other, predictions)
         self.forms[name] = predictions
         self.stored.readings[name] = {}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -286,18 +289,18 @@ class PredictionStore:
         assert short.tokens is not None
         tensors = {
             "tokens": short.tokens.int().contiguous(),
-            "logs": short.logs.float().contiguous(),
+            "logs": short.log_probs.float().contiguous(),
         }
         save_file(tensors, self.folder / f"{name}.safetensors", metadata={"mark": self.stored.mark})
         files.write_json(self.folder.with_suffix(".json"), self.stored.model_dump())
 
-    def read_merged(self, model: Any) -> None:
-        """Measure the merged model, and once more text by text: what differs then is the noise of this run."""
+    def measure_merged(self, model: Any) -> None:
+        """Measure the merged model in one batch, and `again` text by text: the gap between both is noise."""
         self.add("merged", measure(model, self.fixed))
         self.add("again", measure(model, self.fixed, batch_size=1))
 
-    def read_tuned(self, name: str, base: Any, adapter: Path) -> None:
-        """Measure the adapter on a base; on the unquantized one (`full`) also the base alone."""
+    def measure_tuned(self, name: str, base: Any, adapter: Path) -> None:
+        """Measure the adapter on a base, as the form `name`; for `full`, the unquantized base, also the base alone."""
         from peft import PeftModel
 
         tuned = PeftModel.from_pretrained(base, adapter)
@@ -307,7 +310,7 @@ class PredictionStore:
                 self.add("base", measure(tuned, self.fixed))
 
     def gap(self, reference: str, other: str) -> Gap | None:
-        """How far `other` is from `reference`; None if one of them was not measured."""
+        """The stored gap of `other` from `reference`; None if one of them was not measured."""
         return self.stored.gaps.get(f"{other} against {reference}")
 
 
@@ -318,7 +321,7 @@ def new_store(run: Path, fixed: FixedSet, stamp: Facts) -> PredictionStore:
 
 
 def load_predictions(run: Path, merged: Path) -> PredictionStore:
-    """What lesson 04 stored of this merged model, and lesson 05 of its server."""
+    """The store that lessons 04 and 05 wrote; refused if it is of another merged model, or incomplete."""
     from safetensors import SafetensorError, safe_open
 
     file = run / FOLDER / "parity.json"
@@ -351,7 +354,7 @@ class FormComparison:
 
     @property
     def verdict(self) -> str:
-        """In a word or two, in English."""
+        """In a few words of English, which `tr` translates."""
         if self.judged:
             return FAILS if self.failure else SAME
         return CHANGED if self.other == "base" else PRICE
@@ -370,14 +373,14 @@ class FormComparison:
 
 
 class ParityReport:
-    """All comparisons of a run: prices first, then what must be the same model, down to the server."""
+    """All comparisons of a run: first what tuning, 4 bits and merging changed, then what must be the same model."""
 
     def __init__(self, predictions: PredictionStore) -> None:
         self.predictions = predictions
         onto = predictions.stored.about.get("onto")
-        self.target = "4bit" if onto == "dequantized" else "full"  # what a merged model must equal
-        again = predictions.gap("merged", "again")
-        self.noise = max(RESOLUTION, again.mean if again else 0.0)  # the same model, in other batches
+        self.target = "4bit" if onto == "dequantized" else "full"  # the form that the merged model must equal
+        again = predictions.gap("merged", "again")  # the same model, in other batches
+        self.noise = max(RESOLUTION, again.mean if again else 0.0)
         self.lines: list[FormComparison] = []
         self._add("full", "base")
         self._add("4bit", "full")
@@ -393,22 +396,23 @@ class ParityReport:
         distance = self.predictions.gap(reference, other)
         if distance:
             failure = self._failure(other, distance) if judged else ""
-            line = FormComparison(reference, other, distance, judged, failure)
-            self.lines.append(line)
+            self.lines.append(FormComparison(reference, other, distance, judged, failure))
 
     def _failure(self, other: str, distance: Gap) -> str:
-        """Why this form of the model is another one than it should be; empty if it is the same."""
+        """Why `other`, at this distance from its reference, must be another model; empty if it is the same."""
         base = self.predictions.gap("base", other)
         if base and distance.mean > base.mean + self.noise:
-            nats = f"{max(base.mean, RESOLUTION):.2g}"
-            return tr("it is nearer to {base} ({nats})", base=tr(NAMES["base"]), nats=nats)
+            return tr(
+                "it is nearer to {base} ({nats})",
+                base=tr(NAMES["base"]),
+                nats=f"{max(base.mean, RESOLUTION):.2g}",
+            )
         rounding = self.noise
         merged = self.predictions.gap(self.target, "merged")
-        if merged:  # the merge, proven by weight, is rounding too
+        if merged:  # lesson 04 has proved the merge weight by weight, so what it changes is rounding too
             rounding = max(rounding, merged.mean)
-        if other == "vllm" and distance.mean > FAR * rounding:
-            times = f"{distance.mean / rounding:.0f}"
-            return tr("that is {times} times the noise of this run", times=times)
+        if other == "vllm" and distance.mean > FAR_FROM_NOISE * rounding:
+            return tr("that is {times} times the noise of this run", times=f"{distance.mean / rounding:.0f}")
         return ""
 
     def __str__(self) -> str:
@@ -456,11 +460,11 @@ def prove(run: RunFolder, profile: Profile, placement: Placement, folder: Path) 
     predictions = new_store(run.path, fixed, files.stamp(folder) or {})
     if not placement.fits:
         return ParityReport(predictions)
-    predictions.read_merged(placement.load(folder))
+    predictions.measure_merged(placement.load(folder))
     if profile.method == "qlora":
-        predictions.read_tuned("4bit", placement.load(placement.model, in_4_bits=True), run.adapter)
-    predictions.read_tuned("full", placement.load(placement.model), run.adapter)
-    placement.free()  # an adapter may have changed the base that was loaded
+        predictions.measure_tuned("4bit", placement.load(placement.model, in_4_bits=True), run.adapter)
+    predictions.measure_tuned("full", placement.load(placement.model), run.adapter)
+    placement.free()  # PEFT has put adapter layers into the loaded base: nobody may use it as the base again
     report = ParityReport(predictions)
     report.require()
     return report

@@ -43,23 +43,22 @@ NEED_GPU = {
 class Resolved:
     """A profile settled for this machine.
 
-    `source` and `called` give the same profile and model again when they are passed to `resolve`, on another machine
-    too: `model` may be the folder into which this machine downloaded what is `called` by its hub id.
-    `set_values` is what SET replaced in it, `kept` what a run that has begun keeps of its first session.
+    Passed to `resolve` on any machine, `source` and `model_name` give the same profile and model again. `model` is for
+    this machine only: it may be the folder into which the model of that name was downloaded.
     """
 
     name: str
     source: str
     profile: Profile
     model: str
-    called: str
+    model_name: str
     choices: Choices
     gpu: GPU | None
-    given: Profile = field(repr=False)  # the profile as it was written, `auto` values and all
+    as_written: Profile = field(repr=False)  # the profile before any `auto` value was decided
     reasons: Mapping[str, str] = field(repr=False)
     rows: Rows | None = None  # those it is settled for
-    set_values: dict[str, Any] = field(default_factory=dict)
-    kept: Begun = field(default_factory=Begun)
+    set_values: dict[str, Any] = field(default_factory=dict)  # what SET replaced in the profile
+    begun: Begun = field(default_factory=Begun)  # what a resumed run keeps of its first session
 
 
 def resolve(
@@ -78,14 +77,14 @@ def resolve(
     chosen = _choose_profile(profile, model, gpu, platform)
     document = _read(chosen.value, overrides, gpu)
     places = folders(platform)
-    called = model or document.profile.model
-    meant = models.meant(called, places.inputs)
+    model_name = model or document.profile.model
+    meant = models.meant(model_name, places.inputs)
     source = models.reachable(meant.value, online, places.work)
     if not source:
         chosen = _bundled_instead(chosen, meant.value, named=profile != "auto" or model != "")
         document = _read("tiny", overrides, gpu)
-        called = "tiny"
-        meant = models.meant(called)
+        model_name = "tiny"
+        meant = models.meant(model_name)
         source = "folder"
     reasons = dict.fromkeys(keys(), tr("set in {file}", file=document.file.name))
     reasons |= {key: tr(text) for key, text in document.reasons.items()}
@@ -96,20 +95,20 @@ def resolve(
         value = models.from_package(places.work)
     elif source == "modelscope":
         value = models.from_modelscope(value, places.work)
-    attached = Path(meant.value).is_absolute() and not Path(called).expanduser().is_dir()
+    attached = Path(meant.value).is_absolute() and not Path(model_name).expanduser().is_dir()
     if not attached:
-        called = meant.value
+        model_name = meant.value
     name = document.file.stem
-    given = document.profile.model_copy(update={"model": value})
+    as_written = document.profile.model_copy(update={"model": value})
     resolved = Resolved(
         name=name,
         source=name if chosen.value == name else str(document.file),
-        profile=given,
+        profile=as_written,
         model=value,
-        called=called,
+        model_name=model_name,
         choices={"profile": Choice(name, chosen.reason), "model": Choice(value, reasons["model"])},
         gpu=gpu,
-        given=given,
+        as_written=as_written,
         reasons=reasons,
     )
     return fit(resolved, None)
@@ -183,29 +182,29 @@ def _read(name: str, overrides: Callable[[str], Overrides], gpu: GPU | None) -> 
 
 
 def keep_begun(resolved: Resolved, fingerprint: Mapping[str, Any], validation_rows: int = 0) -> Resolved:
-    """The same for a run that began with this fingerprint: its rows per step, if these processes can share them.
+    """The profile for a resumed run: it keeps its rows per step, if these processes can share them evenly.
 
-    Its losses are comparable only on the same validation rows.
+    It keeps its validation rows too: losses on other rows could not be compared.
     """
-    kept = Begun(validation_rows=validation_rows)
+    begun = Begun(validation_rows=validation_rows)
     step = fingerprint.get("rows_per_step")
     if step and step % distributed.world_size() == 0:
-        kept = Begun(
+        begun = Begun(
             rows_per_step=step,
             packing=fingerprint["sft"]["packing"],
             validation_rows=validation_rows,
         )
-    return replace(resolved, kept=kept)
+    return replace(resolved, begun=begun)
 
 
 def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
-    """The same with every `auto` value decided by GPU, model and rows, and every value with its reason."""
-    given = resolved.given
-    shape = known_shape(given.model)
-    decided = choose(given, rows, shape, distributed.world_size(), resolved.kept)
-    decided |= _by_machine(given, resolved.gpu)
-    decided |= _by_plan(apply(given, decided), given, shape, resolved.gpu, rows)
-    profile = apply(given, decided)
+    """Decide every `auto` value by GPU, model and rows; each value gets its reason."""
+    as_written = resolved.as_written
+    shape = known_shape(as_written.model)
+    decided = choose(as_written, rows, shape, distributed.world_size(), resolved.begun)
+    decided |= _by_machine(as_written, resolved.gpu)
+    decided |= _by_plan(apply(as_written, decided), as_written, shape, resolved.gpu, rows)
+    profile = apply(as_written, decided)
     reasons = dict(resolved.reasons)
     reasons |= {name: choice.reason for name, choice in decided.items() if choice.reason}
     choices = {"profile": resolved.choices["profile"], "model": resolved.choices["model"]}
@@ -220,17 +219,17 @@ def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
     )
 
 
-def _by_machine(given: Profile, gpu: GPU | None) -> Choices:
+def _by_machine(as_written: Profile, gpu: GPU | None) -> Choices:
     """What the GPU, or its absence, decides."""
-    exact = given.from_pretrained.dtype == "float32"  # FlashAttention needs 16 bits
+    exact = as_written.from_pretrained.dtype == "float32"  # FlashAttention needs 16 bits
     by_gpu = {
         "from_pretrained.dtype": hardware.dtype(gpu),
         "from_pretrained.attn_implementation": hardware.attention(None if exact else gpu),
         "sft.use_liger_kernel": hardware.liger(gpu),
     }
-    settings = flat(given.model_dump())
+    settings = flat(as_written.model_dump())
     decided = {name: choice for name, choice in by_gpu.items() if settings[name] == "auto"}
-    optim = given.sft.optim
+    optim = as_written.sft.optim
     if gpu is None and optim.endswith(("8bit", "32bit")):  # a run of a GPU may go on, be merged or served here
         reason = tr("{optimizer} needs a GPU: AdamW in 32 bits instead", optimizer=optim)
         decided["sft.optim"] = Choice("adamw_torch_fused", reason)
@@ -240,9 +239,9 @@ def _by_machine(given: Profile, gpu: GPU | None) -> Choices:
     return decided
 
 
-def _by_plan(profile: Profile, given: Profile, shape: Shape | None, gpu: GPU | None, rows: Rows | None) -> Choices:
+def _by_plan(profile: Profile, as_written: Profile, shape: Shape | None, gpu: GPU | None, rows: Rows | None) -> Choices:
     """The fastest micro-batches and checkpointing that fit, as far as the profile leaves them to the plan."""
-    names = [name for name in STEP_ARGUMENTS if given.sft[name] == "auto"]
+    names = [name for name in STEP_ARGUMENTS if as_written.sft[name] == "auto"]
     if not names:
         return {}
     sft = profile.sft
@@ -263,7 +262,7 @@ def _by_plan(profile: Profile, given: Profile, shape: Shape | None, gpu: GPU | N
     else:
         spec = gpus.of_machine(gpu, processes)
         strategy = distributed.strategy_name(str(profile.method))
-        recipe = best_option(shape, open_recipes(profile, given.sft, spec, rows, strategy), spec)
+        recipe = best_option(shape, open_recipes(profile, as_written.sft, spec, rows, strategy), spec)
         peak = peak_gib(shape, recipe)
         limit = limit_gib(spec)
         reason = tr(

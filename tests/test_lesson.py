@@ -123,7 +123,7 @@ def test_a_run_keeps_its_profile_model_and_set_for_every_later_lesson(home: Path
     other = {"SET": "lora.r=4", "MODEL": str(shutil.copytree(files.TINY_MODEL, home / "other"))}
     assert opened(other | {"RUN_NAME": "tiny"})[1].profile.lora.r == 4  # and lesson 03 refuses it
     resolved = opened({"RUN_NAME": run.name})[1]
-    assert (resolved.profile.lora.r, resolved.called) == (8, "tiny")
+    assert (resolved.profile.lora.r, resolved.model_name) == (8, "tiny")
     assert resolved.choices["profile"].reason == "this run began with it"
 
 

@@ -78,7 +78,7 @@ def kept(folder: Path, texts: FixedSet, given: Found, about: Any = ()) -> parity
 
 def shifted(reading: Predictions, by: float) -> Predictions:
     torch.manual_seed(0)
-    return Predictions((reading.logs + by * torch.randn_like(reading.logs)).log_softmax(-1))
+    return Predictions((reading.log_probs + by * torch.randn_like(reading.log_probs)).log_softmax(-1))
 
 
 def test_the_fixed_set_is_small_and_ends_within_the_references(
@@ -99,7 +99,7 @@ def test_predictions_are_what_the_model_says_without_padding(base: Any, texts: F
     at = 0
     for text, count in zip(texts.texts[:3], texts.measured[:3], strict=True):
         alone = base(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)[-count - 1 : -1]
-        assert torch.allclose(store["base"].logs[at : at + count], alone, atol=1e-4)
+        assert torch.allclose(store["base"].log_probs[at : at + count], alone, atol=1e-4)
         at += count
 
 
@@ -189,7 +189,7 @@ def test_the_noise_is_what_smaller_batches_change(tmp_path: Path, base: Any, tex
     watched = lambda self, **given: sizes.append(len(given["input_ids"])) or forward(self, **given)  # noqa: E731
     monkeypatch.setattr(type(base), "forward", watched)
     found = parity.new_store(tmp_path, texts, {})
-    found.read_merged(base)
+    found.measure_merged(base)
     assert sizes == [16] + [1] * 16
     assert found.gap("merged", "again").mean < 1e-6 == parity.ParityReport(found).noise
 
@@ -304,7 +304,7 @@ def test_4_bit_models_read_on_the_gpu(adapter: Path, texts: FixedSet) -> None:
 
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     model = tiny(quantization_config=four_bit, device_map={"": 0}, dtype=torch.bfloat16)
-    assert len(parity.measure(PeftModel.from_pretrained(model, adapter), texts).logs) == sum(texts.measured)
+    assert len(parity.measure(PeftModel.from_pretrained(model, adapter), texts).log_probs) == sum(texts.measured)
 
 
 @pytest.mark.parametrize(("gib", "gpu", "fits"), [
@@ -337,7 +337,7 @@ def server(texts: FixedSet, store: Found) -> Any:
         row = texts.texts.index(asked["prompt"])
         start, count = sum(texts.measured[:row]), texts.measured[row]
         short = serves.reading.shortened(asked["prompt_logprobs"])
-        pairs = zip(*(one[start : start + count].tolist() for one in (short.tokens, short.logs)), strict=True)
+        pairs = zip(*(one[start : start + count].tolist() for one in (short.tokens, short.log_probs)), strict=True)
         told = [{str(t): {"logprob": log, "rank": 1} for t, log in zip(*pair, strict=True)} for pair in pairs]
         return {"prompt_logprobs": [None] * (len(asked["prompt"]) - count) + told if serves.tells else None}
 

@@ -17,7 +17,7 @@ from nbutils.config import flat
 from nbutils.hardware import GPU
 from nbutils.models import find_shape
 from nbutils.plan import STRATEGIES, forecast, gpus, memory, recipe, speed
-from nbutils.plan.forecast import NEARLY, best_option, candidates
+from nbutils.plan.forecast import NEARLY_FASTEST, best_option, candidates
 from nbutils.plan.memory import CONTEXT_GIB, MARGIN, Recipe, limit_gib, parts, peak_gib
 from nbutils.plan.recipe import PACKED
 from nbutils.plan.speed import tokens_per_second
@@ -69,7 +69,7 @@ def test_what_costs_memory_is_counted(costly: dict[str, object]) -> None:
     assert peak(**costly) > peak() > peak(activation_offloading=True)
     sizes = {"per_device_train_batch_size": (1, 2, 4, 8), "length": (512, 1024, 2048), "r": (8, 16, 64, 320)}
     for name, values in sizes.items():
-        for recompute, offload in forecast.WAYS.values():
+        for recompute, offload in forecast.RECOMPUTE_MODES.values():
             way = {"gradient_checkpointing": recompute, "activation_offloading": offload}
             peaks = [peak(**costly | way | {name: value}) for value in values]
             assert peaks == sorted(set(peaks)), name
@@ -157,7 +157,7 @@ def test_the_fastest_fits_with_the_margin_and_keeps_the_batch(name: str, batch: 
     assert peak_gib(SEVEN, best) <= limit
     assert best.per_device_train_batch_size * best.gradient_accumulation_steps * gpu.count == batch
     fitting = [rate(one, name) for one in found if peak_gib(SEVEN, one) <= limit]
-    assert rate(best, name) >= NEARLY * max(fitting)
+    assert rate(best, name) >= NEARLY_FASTEST * max(fitting)
 
 
 def test_without_a_known_speed_recomputing_is_the_last_resort() -> None:
@@ -355,8 +355,8 @@ def test_72b_in_4_bits_fits_four_cards_of_24_gb_and_not_two() -> None:
 def test_the_engine_is_ddp_where_a_gpu_holds_the_model_and_else_shards_where_they_fit() -> None:
     def chosen(model: str, processes: int, method: str = "qlora") -> str:
         made = resolved("ampere_24gb", model, RTX)
-        given, profile = (one.model_copy(update={"method": method}) for one in (made.given, made.profile))
-        return plan.engine_for(replace(made, given=given, profile=profile), processes).value
+        given, profile = (one.model_copy(update={"method": method}) for one in (made.as_written, made.profile))
+        return plan.engine_for(replace(made, as_written=given, profile=profile), processes).value
 
     assert [chosen("Qwen2.5-7B", 2), chosen("Qwen2.5-72B", 4)] == ["ddp", "fsdp_qlora"]
     assert [chosen("Qwen2.5-7B", 2, "lora"), chosen("Qwen2.5-14B", 2, "lora")] == ["ddp", "fsdp_lora"]

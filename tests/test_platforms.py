@@ -486,10 +486,10 @@ def test_a_request_goes_through_the_proxy_or_past_it_and_a_script_that_hangs_is_
 
 
 def test_the_first_free_public_port_of_autodl_is_taken_and_told(tmp_path: Path, monkeypatch: Patch) -> None:
-    assert serving.server.PUBLIC == {"autodl": (6006, 6008)} and serving.preferred_port(LOCAL) == 0
+    assert serving.server.PUBLIC_PORTS == {"autodl": (6006, 6008)} and serving.preferred_port(LOCAL) == 0
     with socket.create_server(("127.0.0.1", 0)) as busy, socket.create_server(("127.0.0.1", 0)) as other:
         ports = busy.getsockname()[1], other.getsockname()[1]
-        monkeypatch.setitem(serving.server.PUBLIC, "autodl", ports)
+        monkeypatch.setitem(serving.server.PUBLIC_PORTS, "autodl", ports)
         assert serving.preferred_port(AUTODL) == 0, "both are busy: any free one"
         other.close()
         assert serving.preferred_port(AUTODL) == ports[1]

@@ -326,7 +326,7 @@ def test_names_hub_ids_folders_and_what_is_attached_are_understood(machine: Path
     attached = [(name, str(file.parent), name) for name in ("mine-7b", "my-models/mine-7b")]
     for name, place, called in [*((one, str(folder), str(folder)) for one in (str(folder), "runs/merged")), *attached]:
         found = resolve("t4_16gb", name, T4, online=never)
-        assert (found.model, found.called) == (place, called)
+        assert (found.model, found.model_name) == (place, called)
 
 
 def test_a_model_folder_whose_links_lead_out_of_it_is_refused(machine: Path) -> None:
@@ -402,10 +402,10 @@ def test_modelscope_downloads_once_and_continues_a_broken_download(machine: Path
     found = resolve("t4_16gb", "Qwen2.5-0.5B", T4, platform=AUTODL, online=never)
     assert found.model == str(folder) and (folder / "model.safetensors").read_bytes() == weights
     assert [one for one in site.asked if one.endswith("model.safetensors 4")], "it went on"
-    assert found.called == repo and "ModelScope" in found.choices["model"].reason
+    assert found.model_name == repo and "ModelScope" in found.choices["model"].reason
     site.status = 403
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert resolve("t4_16gb", found.called, T4, platform=AUTODL, online=never).model == found.model
+    assert resolve("t4_16gb", found.model_name, T4, platform=AUTODL, online=never).model == found.model
     assert models.reachable("some/model", network.hub_online, machine) == ""
     with refused("downloaded from ModelScope (", "403"):
         models.from_modelscope("Qwen/Qwen2.5-7B-Instruct", machine)
@@ -436,7 +436,7 @@ def test_where_no_hub_answers_the_small_model_comes_from_its_package_once(
     assert models.reachable(models.PACKAGED, lambda: True, machine) == "network"
     first, again = (resolve("laptop", platform=AUTODL, online=online) for online in (lambda: False, never))
     assert len(made) == 1 and first.model == again.model == str(machine / "root/autodl-tmp" / models.PACKAGED_FOLDER)
-    assert first.called == models.PACKAGED and "from the package" in first.choices["model"].reason
+    assert first.model_name == models.PACKAGED and "from the package" in first.choices["model"].reason
     assert all("4 bits" in one.choices["model"].reason for one in (first, again)), "it is not the hub's"
     assert "4 bits" in (said := capsys.readouterr().out) and "93 MB" in said
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -482,7 +482,7 @@ def test_auto_falls_back_to_the_bundled_model_and_what_was_named_is_never_replac
     assert resolve("auto", "tiny", H200, online=never).name == "tiny"
     assert resolve("hopper_141gb", "tiny", H200, online=never).model == str(files.TINY_MODEL)
     found = resolve("auto", gpu=T4, online=lambda: False)
-    assert (found.name, found.called, found.profile.from_pretrained.dtype) == ("tiny", "tiny", "float16")
+    assert (found.name, found.model_name, found.profile.from_pretrained.dtype) == ("tiny", "tiny", "float16")
     reason = found.choices["profile"].reason
     assert all(word in reason for word in ("t4_16gb", "not in the cache", "does not answer"))
     for profile, model in (("t4_16gb", ""), ("auto", "Qwen2.5-7B"), ("tiny", "some/model")):
@@ -623,7 +623,7 @@ def test_a_begun_run_keeps_its_step_where_the_processes_can_share_it_and_its_val
     began = {"rows_per_step": 16, "sft": {"packing": True}}
     named = profiles.fit(profiles.keep_begun(resolve("lora_20k", gpu=H200), began), rows).profile
     assert recipe.rows_per_step(named.sft) == 16, "also where its profile names another step today"
-    assert profiles.keep_begun(resolve("tiny"), {"strange": 1}).kept == recipe.Begun()
+    assert profiles.keep_begun(resolve("tiny"), {"strange": 1}).begun == recipe.Begun()
 
 
 @pytest.mark.parametrize("mean", [100, 345, 600, 700])
@@ -692,5 +692,5 @@ def test_what_a_profile_names_is_kept_and_too_few_steps_are_told_with_the_number
     assert (named.sft.learning_rate, named.sft.num_train_epochs) == (1e-4, 1.0)
     for text, told in (("course.conversations_per_step=80", True), ("course.conversations_per_step=16", False)):
         found = fitted([200] * 885, text=text)
-        said = profiles.few_steps(found.profile, found.given, found.rows)
+        said = profiles.few_steps(found.profile, found.as_written, found.rows)
         assert ("course.conversations_per_step=16" in said) is told and bool(said) is told

@@ -138,7 +138,7 @@ def test_every_vllm_server_has_a_free_port_and_a_key_and_transformers_is_never_p
     plain = replace(HERE, engine="transformers")
     assert Server("m", plain, flags={"dtype": "float16", "max-model-len": 9}).api_key is None
     monkeypatch.setattr(platforms, "detect", lambda: platforms.Platform("autodl", "a test"))
-    monkeypatch.setitem(serving.server.PUBLIC, "autodl", (free := serving.server.free_port(0),))
+    monkeypatch.setitem(serving.server.PUBLIC_PORTS, "autodl", (free := serving.server.free_port(0),))
     with refused("`transformers serve` checks no API key, and others could"):
         Server("m", plain, port=free)
     assert serving.preferred_port(platforms.detect(), engine="transformers") == 0
@@ -146,7 +146,7 @@ def test_every_vllm_server_has_a_free_port_and_a_key_and_transformers_is_never_p
 
 def test_without_the_key_only_signs_of_life_are_answered(monkeypatch: Patch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "right")
-    monkeypatch.syspath_prepend(str(serving.server.INSIDE))
+    monkeypatch.syspath_prepend(str(serving.server.SERVER_SIDE_CODE))
     guard = importlib.import_module("course_guard").Guard(None)
 
     def allowed(path: str, given: str = "", method: str = "POST") -> bool:
@@ -363,7 +363,7 @@ def test_the_key_and_no_other_secret_reaches_a_server(stub: StubServer, tmp_path
         members = [psutil.Process(pid) for pid in stub.everyone()]
         given = members[1].environ()
         assert (given["A"], given["VLLM_API_KEY"]) == ("1", stub.client().api_key) == ("1", "s3cret") and given["PATH"]
-        assert "of this kernel" not in given.values() and given["PYTHONPATH"] == str(serving.server.INSIDE)
+        assert "of this kernel" not in given.values() and given["PYTHONPATH"] == str(serving.server.SERVER_SIDE_CODE)
         seen = [" ".join(member.cmdline()) for member in members] + [stub.log.read_text()]
         seen += [repr(stub), " ".join(Server.command(stub))]
         assert not [text for text in seen if "s3cret" in text]

@@ -557,7 +557,7 @@ def test_a_signal_saves_and_ends_a_training_and_a_second_one_acts_at_once(
     before = signal.signal(number, signal.default_int_handler)  # SIGINT may be ignored here
     callback = course_callback(tmp_path)
     state, control = SimpleNamespace(global_step=3, max_steps=9), SimpleNamespace(should_training_stop=False)
-    with pytest.raises(KeyboardInterrupt), processes.first_signals(callback.time.ask_to_end):
+    with pytest.raises(KeyboardInterrupt), processes.first_signals(callback.budget.ask_to_end):
         os.kill(os.getpid(), number)
         callback.end_in_time(state, control)
         assert control.should_save and control.should_training_stop
@@ -902,14 +902,14 @@ def start(lesson: Any, steps: int, every: int = 2, held_out: int = 3, **settings
 
 def interrupt_at(callback: Any, step: int) -> None:
     """Press Ctrl-C during this step."""
-    reason_to_end = callback.time.reason_to_end
+    reason_to_end = callback.budget.reason_to_end
 
     def press_stop() -> Any:
         if callback.trainer.state.global_step == step:
             signal.raise_signal(signal.SIGINT)
         return reason_to_end()
 
-    callback.time.reason_to_end = press_stop
+    callback.budget.reason_to_end = press_stop
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored here
     try:
         with refused(f"at step {step} of "):

@@ -116,8 +116,8 @@ def counts_text(counts: dict[str, int]) -> str:
     return joined(f"{tr(name)} {count}" for name, count in counts.items()) or tr("none")
 
 
-def hash_files(*groups: Sequence[Path], end: bytes = b"") -> str:
-    """sha256 over the content of files as they are on disk, in order; names do not count."""
+def hash_files(*groups: Sequence[Path], group_end: bytes = b"") -> str:
+    """sha256 over the content of files as they are on disk, in order; names do not count, groups only with an end."""
     digest = hashlib.sha256()
     for group in groups:
         for path in group:
@@ -125,7 +125,7 @@ def hash_files(*groups: Sequence[Path], end: bytes = b"") -> str:
                 while piece := file.read(CHUNK):
                     digest.update(piece)
             digest.update(b"\0")
-        digest.update(end)
+        digest.update(group_end)
     return digest.hexdigest()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import display, models, plan
-from nbutils.data.build import NEAR, Build, DataSettings, building, find_sources
+from nbutils.data.build import NEAR_OVERLAP, Build, DataSettings, building, find_sources
 from nbutils.data.card import EVAL, REJECTED, TRAIN, DataCard, counts_text, stored_rows
 from nbutils.errors import CourseError
 from nbutils.language import tr
@@ -57,7 +57,7 @@ def check(
     sources: Sequence[str],
     *,
     columns: str = "",
-    near: float = NEAR,
+    near: float = NEAR_OVERLAP,
     repair: bool = True,
     model: str = "",
     max_length: int = 0,
@@ -128,7 +128,7 @@ def _token_lengths(folder: Path, tokenizer: Any, max_length: int) -> dict[str, i
 def _estimated_length(build: Build) -> float:
     """Mean tokens of a row, without a tokenizer."""
     size = sum((build.folder / name).stat().st_size for name in (TRAIN, EVAL))
-    return size / max(build.train + build.eval, 1) / BYTES_PER_TOKEN + TEMPLATE_TOKENS
+    return size / max(build.train_count + build.eval_count, 1) / BYTES_PER_TOKEN + TEMPLATE_TOKENS
 
 
 def _next_steps(card: DataCard, mean_length: float, out: Path | None, estimated: bool) -> list[str]:

@@ -1,7 +1,7 @@
-"""Did the tuning help? What base and merged model answer, the verdict, and one HTML page.
+"""Did the tuning help? The answers of base and merged model, the verdict, and one HTML page.
 
-Form is cheap: loss and character F1 improve on any answers, right or wrong. So only content decides, and it must rise
-further than chance explains. Its texts are in texts.yaml; in the page they are escaped and masked.
+Loss and character F1 improve as soon as a model copies the form of the answers, right or wrong. So only the scores of
+content decide, and they must rise further than chance explains. The words of the verdict are in texts.yaml.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from nbutils.evaluation.scores import Difference, Estimate
 from nbutils.language import joined, language, tr
 from nbutils.record import RunFolder
 
-LEAST_GENERAL = 10  # rows; below: no word on forgetting
-CUT_OFF = 0.2  # share of unfinished thinking that makes a comparison worthless
-FORGOT_PERPLEXITY = 1.10  # ratio above
-FORGOT_F1 = -0.05  # change below
-WORST = 6  # rows of the list in the page
-IN_4_BITS = "weights in 4 bits"  # how models that do not fit are asked
+LEAST_GENERAL_ROWS = 10  # with fewer, forgetting is not judged
+MOST_UNFINISHED = 0.2  # share of answers cut off while thinking; above it a comparison is worthless
+FORGOT_PERPLEXITY = 1.10  # a ratio above it is forgetting
+FORGOT_F1 = -0.05  # a change below it is forgetting
+WORST_ROWS = 6  # that the page lists
+IN_4_BITS = "weights in 4 bits"  # where models do not fit otherwise
 
 
-class Shown(NamedTuple):
-    """What is shown of a score: its name, its format, and in a few words what it is."""
+class ScoreDisplay(NamedTuple):
+    """How a score is shown."""
 
     label: str
-    form: str
-    description: str
+    form: str  # a format specification such as .3f
+    description: str  # what it is, in a few words
 
 
 TEXTS = yaml.safe_load(Path(__file__).with_name("texts.yaml").read_text(encoding="utf-8"))
-SHOWN = {score: Shown(*texts) for score, texts in TEXTS["scores"].items()}
+SHOWN_SCORES = {score: ScoreDisplay(*texts) for score, texts in TEXTS["scores"].items()}
 Means = dict[str, dict[str, Estimate]]  # by score and name of the model
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One word, the same in every language; why, what to do next, and what else looks wrong."""
+    """Whether the tuning helped, and why."""
 
-    word: str
+    word: str  # the same in every language
     why: str
-    todo: str
-    flags: list[str]
-    outcome: str  # the word, with that on general knowledge
+    todo: str  # what to do next; may be empty
+    flags: list[str]  # what else looks wrong
+    outcome: str  # the word, together with that on general knowledge
 
     def __str__(self) -> str:
         lines = [tr("VERDICT: {word}", word=self.outcome), self.why]
@@ -69,11 +69,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Forgetting:
-    """What became of general knowledge: the ratio of perplexities, after to before, and F1 of the answers."""
+    """What became of general knowledge."""
 
-    word: str
-    ratio: Estimate
-    f1: Difference
+    word: str  # kept, forgot or unclear
+    ratio: Estimate  # of the perplexities, after to before
+    f1: Difference  # of the answers, after minus before
     text: str  # the numbers and what they mean, in a sentence
 
     def __str__(self) -> str:
@@ -92,47 +92,47 @@ class Comparison:
 
     @property
     def evaluator(self) -> Evaluator:
-        """That of the held-out rows."""
+        """The evaluator of the held-out rows."""
         return self.tuned.evaluator
 
     @property
     def results(self) -> tuple[Result, Result]:
-        """Of the held-out rows."""
+        """The results on the held-out rows, before and after."""
         return self.base, self.tuned
 
     @cached_property
     def means(self) -> Means:
         """Each score of each model with its interval."""
-        return mean_scores(self.results, SHOWN)
+        return mean_scores(self.results, SHOWN_SCORES)
 
     @cached_property
     def changes(self) -> dict[str, Difference]:
-        """Each score, after minus before, on the same rows."""
-        return {score: self.tuned.change(self.base, score) for score in SHOWN}
+        """The change of each score on the same rows, after minus before."""
+        return {score: self.tuned.change(self.base, score) for score in SHOWN_SCORES}
 
     @cached_property
     def verdict(self) -> Verdict:
-        """Whether it helped: only content decides, if its interval is above 0 and p below ALPHA."""
-        gained = []
+        """Whether the tuning helped; `_case` says when."""
+        deciding = []
         for score in DECIDING:
             change = self.changes[score]
-            gained.append(f"{tr(SHOWN[score].label)} {change.text('+.3f')}, p {change.p_text}")
+            deciding.append(f"{tr(SHOWN_SCORES[score].label)} {change.text('+.3f')}, p {change.p_text}")
         texts = TEXTS["cases"][self._case()]
         why = tr(
             texts["why"],
             rows=len(self.base.answers),
             before=round(sum(self.base.scores["exact_match"])),
             after=round(sum(self.tuned.scores["exact_match"])),
-            content=joined(gained, ";"),
+            content=joined(deciding, ";"),
         )
         outcome = record.outcome(texts["word"], self.forgetting.word)
         return Verdict(texts["word"], why, tr(texts["todo"]), self._flags(), outcome)
 
     def _case(self) -> str:
-        """Which of the cases of texts.yaml this is."""
+        """The case in texts.yaml: what decides is content that changed with p below ALPHA and an interval without 0."""
         if len(self.base.answers) < LEAST_ROWS:
             return "too_few_rows"
-        if max(result.mean("unfinished") for result in self.results) > CUT_OFF:
+        if max(result.mean("unfinished") for result in self.results) > MOST_UNFINISHED:
             return "cut_in_thinking"
         changes = [self.changes[score] for score in DECIDING if self.changes[score].p < ALPHA]
         rose = any(change.low > 0 for change in changes)
@@ -142,7 +142,7 @@ class Comparison:
         return "helped" if rose else "harmed"
 
     def _flags(self) -> list[str]:
-        """What looks wrong: few rows, and answers of the tuned model that were cut off."""
+        """What else looks wrong: few rows, or many answers of the tuned model that were cut off."""
         rows = len(self.tuned.answers)
         cut = sum(not answer.stopped for answer in self.tuned.answers)
         flags = []
@@ -154,12 +154,13 @@ class Comparison:
 
     @cached_property
     def forgetting(self) -> Forgetting:
-        """Whether perplexity on the general rows surely rose by more than a tenth, or F1 fell by more than 0.05."""
+        """Whether perplexity on the general rows surely rose above FORGOT_PERPLEXITY, or F1 fell below FORGOT_F1."""
         loss = self.general_tuned.change(self.general_base, "loss")
         f1 = self.general_tuned.change(self.general_base, "character_f1")
+        # the exponential of a difference of losses is the ratio of the perplexities; 50 keeps it finite
         ratio = Estimate(*(math.exp(min(value, 50.0)) for value in (loss.mean, loss.low, loss.high)))
         answers_lost = f1.mean < FORGOT_F1 and f1.high < 0 and f1.p < 0.05
-        if len(self.general_base.answers) < LEAST_GENERAL:
+        if len(self.general_base.answers) < LEAST_GENERAL_ROWS:
             word = "unclear"
         elif ratio.low > FORGOT_PERPLEXITY or answers_lost:
             word = "forgot"
@@ -179,11 +180,11 @@ class Comparison:
         return self.evaluator.folder / "report.html"
 
     def table(self, *names: str) -> Table:
-        """For display: one row for each score, or for those named."""
+        """A table with a row for each score, or for the named ones."""
         table = []
-        for score in names or SHOWN:
+        for score in names or SHOWN_SCORES:
             change = self.changes[score]
-            form = "+" + SHOWN[score].form.lstrip("+")
+            form = "+" + SHOWN_SCORES[score].form.lstrip("+")
             row = _table_row(score, self.means)
             row[tr("difference")] = change.text(form)
             row["p"] = change.p_text
@@ -191,18 +192,18 @@ class Comparison:
         return table
 
     def show_scores(self, *names: str) -> None:
-        """The table in a notebook, or as text."""
+        """Show the table: in a notebook as HTML, elsewhere as text."""
         table = self.table(*names)
         display.show_table(table, text=display.aligned(table))
 
     def show_answers(self, rows: int = 6, *, general: bool = False) -> None:
-        """The first answers of each model beside the reference; a tick if they are equal."""
+        """Show the first answers of each model beside the reference, with a tick if they are equal."""
         results = (self.general_base, self.general_tuned) if general else self.results
         columns = {tr(result.name): result.texts for result in results}
         display.show_table(results[0].evaluator.table(columns, rows))
 
     def plot(self, *names: str) -> None:
-        """The scores as a figure, also in evaluation/scores.png: the models from left to right, a dot each."""
+        """Draw a panel for each score with a dot and its interval for each model; also into evaluation/scores.png."""
         figure, axes = display.pyplot().subplots(1, len(names), figsize=(8.4, 2.2), squeeze=False)
         for panel, score in zip(axes.flat, names, strict=True):
             for name, mean in self.means[score].items():
@@ -215,7 +216,7 @@ class Comparison:
                     fmt="o",
                     lw=4,
                 )
-            panel.set_title(tr(SHOWN[score].label), loc="left")
+            panel.set_title(tr(SHOWN_SCORES[score].label), loc="left")
             panel.margins(x=0.4)
             panel.grid(axis="y", alpha=0.25)
         figure.tight_layout()
@@ -223,25 +224,26 @@ class Comparison:
 
     def write_page(self, run: str) -> None:
         """Write the HTML report, with the answers that are least like their references."""
-        similar = self.tuned.scores["rouge_l"]
-        worst = sorted(range(len(similar)), key=similar.__getitem__)
+        similarity = self.tuned.scores["rouge_l"]
+        worst = sorted(range(len(similarity)), key=similarity.__getitem__)  # row numbers
         page = display.render(
             "report.html",
             run=run,
             comparison=self,
             evaluator=self.evaluator,
-            worst=worst[:WORST],
+            worst=worst[:WORST_ROWS],
             alpha=f"{ALPHA:g}",
             level=f"{scores.LEVEL:.0%}",
-            descriptions=[score.description for score in SHOWN.values()],
-            shown=_for_others,
+            descriptions=[score.description for score in SHOWN_SCORES.values()],
+            shown=_masked_text,
             answer=scores.without_thinking,
             language=language(),
         )
-        files.write_text(self.page, page.encode("utf-8", "replace").decode("utf-8") + "\n")
+        page = page.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate in an answer becomes "?"
+        files.write_text(self.page, page + "\n")
 
     def facts(self) -> Facts:
-        """All numbers for facts.json."""
+        """Everything for facts.json."""
         rows = len(self.base.answers)
         left_out = self.evaluator.left_out
         verdict = self.verdict
@@ -279,7 +281,7 @@ class Comparison:
         }
 
     def _summary(self) -> list[str]:
-        """The lines of the run's report."""
+        """The lines for report.md of the run."""
         lines = [self.verdict.outcome]
         for row in self.table("exact_match", "content"):
             lines.append(joined(f"{name} {value}" for name, value in row.items()))
@@ -289,12 +291,12 @@ class Comparison:
 
 
 def mean_scores(results: Sequence[Result], names: Iterable[str]) -> Means:
-    """These scores of these models with their intervals."""
+    """The means of the named scores, with their intervals, for each result."""
     return {score: {result.name: result.estimate(score) for result in results} for score in names}
 
 
 def _table_row(score: str, means: Means) -> dict[str, str]:
-    label, form, _ = SHOWN[score]
+    label, form, _ = SHOWN_SCORES[score]
     row = {tr("score"): tr(label)}
     for name, mean in means[score].items():
         row[tr(name)] = mean.text(form)
@@ -302,17 +304,17 @@ def _table_row(score: str, means: Means) -> dict[str, str]:
 
 
 def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -> Table:
-    """The means of several sets of answers to one evaluator, for display.
+    """A table of the mean scores of several sets of answers to the same questions.
 
     Example:
         display.show_table(score_table(model.evaluator, {"tuned": model.ask(server)}))
     """
-    results = [evaluator.result(name, of_model) for name, of_model in answers.items()]
+    results = [evaluator.result(name, model_answers) for name, model_answers in answers.items()]
     means = mean_scores(results, ("exact_match", "character_f1", "rouge_l", "stopped"))
     return [_table_row(score, means) for score in means]
 
 
-def _for_others(value: Any) -> str:
+def _masked_text(value: Any) -> str:
     """A text for the page: private data masked, control characters visible."""
     return "\n".join(map(shown, str(value or "").split("\n")))
 
@@ -382,9 +384,9 @@ def stored_answers(run: RunFolder, profile: Profile, folder: Path, rows: int = 0
 
     `rows`: the first ones only. There are no answers if lesson 04 asked another model, or in 4 bits.
     """
-    of_lesson_04 = open_evaluator(run, profile, folder)
-    stored = of_lesson_04.stored_answers("merged", files.stamp(folder), folder)
-    known = {tuple(answer.prompt_ids): answer for answer in stored}
+    lesson_04_evaluator = open_evaluator(run, profile, folder)
+    stored = lesson_04_evaluator.stored_answers("merged", files.stamp(folder), folder)
+    by_prompt = {tuple(answer.prompt_ids): answer for answer in stored}
     evaluator = open_evaluator(
         run,
         profile,
@@ -394,7 +396,7 @@ def stored_answers(run: RunFolder, profile: Profile, folder: Path, rows: int = 0
     )
     answers = []
     for prompt in evaluator.prompts:
-        answer = known.get(tuple(prompt))
+        answer = by_prompt.get(tuple(prompt))
         if answer is None:
             return evaluator, []
         answers.append(answer)

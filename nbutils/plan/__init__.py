@@ -16,7 +16,7 @@ from nbutils.hardware import Choice
 from nbutils.language import joined, tr
 from nbutils.models import find_shape
 from nbutils.plan import gpus as gpu_table
-from nbutils.plan.forecast import WAYS, Forecast, assumed_rows, known_shape, of_profile
+from nbutils.plan.forecast import RECOMPUTE_MODES, Forecast, assumed_rows, known_shape, of_profile
 from nbutils.plan.gpus import GPUSpec
 from nbutils.plan.memory import STRATEGIES
 from nbutils.plan.recipe import Choices, apply
@@ -190,7 +190,7 @@ def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
     if options.get("epochs"):
         choices["sft.max_steps"] = Choice(-1, "")
     if way := options.get("checkpointing"):
-        recompute, offload = WAYS[way]
+        recompute, offload = RECOMPUTE_MODES[way]
         choices["sft.gradient_checkpointing"] = Choice(recompute, "")
         choices["sft.activation_offloading"] = Choice(offload, "")
     profile = apply(profile, choices)

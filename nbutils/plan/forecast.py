@@ -23,41 +23,41 @@ from nbutils.plan.memory import ADAPTER, Recipe, limit_gib, parts, peak_gib, ram
 from nbutils.plan.recipe import PACKED, Rows, Schedule, apply, choose, rows_per_step, schedule
 from nbutils.plan.speed import tokens_per_second
 
-NEARLY = 0.98  # settings this close to the fastest count as equal; the one with the lowest peak is taken
-STEP_ARGUMENTS = (  # of SFTConfig: they decide memory and speed of a step, and not what it learns
+NEARLY_FASTEST = 0.98  # of the highest speed: from here on settings count as equally fast
+STEP_ARGUMENTS = (  # of SFTConfig: they decide the memory and speed of a step, not what it learns
     "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "activation_offloading",
 )  # fmt: skip
-WAYS = {  # gradient_checkpointing and activation_offloading, by the name of both together
+RECOMPUTE_MODES = {  # (gradient_checkpointing, activation_offloading) by the name of both together
     "off": (False, False),
     "on": (True, False),
     "offload": (True, True),
 }
-SCHEDULED = ("steps", "examples_per_step", "epochs", "learning_rate")
-GUESSED_SPEED = {"off": 1e6, "on": 1e3, "offload": 1.0}  # where it is not known: recomputing is the last resort
-SPARE = 1.1  # merging needs a tenth more disk than the model has
+SCHEDULE_FACTS = ("steps", "examples_per_step", "epochs", "learning_rate")
+ASSUMED_SPEED = {"off": 1e6, "on": 1e3, "offload": 1.0}  # of a row, on an unknown GPU: only the order matters
+MERGE_DISK_FACTOR = 1.1  # a merged model needs a tenth more disk than its weights have
 MERGE_RAM_GIB = 2.0  # Python, torch and the blocks of a merge, which never holds a whole weight
 
 
 class Setting(NamedTuple):
-    """A way to train, with its peak in GiB and its speed."""
+    """A candidate to choose from: a recipe or the like, its peak in GiB and its speed."""
 
     value: Any
     peak: float
-    speed: float
+    speed: float  # in any unit
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A training on a GPU, or on several."""
+    """What is expected of a training on one or several GPUs."""
 
     shape: Shape
     gpu: GPUSpec
     recipe: Recipe
     smallest: Recipe  # the same training with the lowest peak
-    batch: int  # rows of a step, on all GPUs
-    checkpoints: int  # that are kept
+    batch: int  # rows of an optimizer step, on all GPUs together
+    checkpoints: int  # how many are kept
     schedule: Schedule | None
-    parts: dict[str, float]  # GiB of a GPU; their sum is the peak
+    parts: dict[str, float]  # GiB on each GPU by purpose; their sum is the peak
     tokens_per_second: float | None
     hours: float | None
     remarks: list[str]  # on the GPU and the method
@@ -79,43 +79,44 @@ class Forecast:
 
     @property
     def least_gib(self) -> float:
-        """The lowest peak of all micro-batches and ways to recompute, also where the profile names one."""
+        """The lowest peak that any micro-batch and recomputing could reach, even if the profile names others."""
         return min(peak_gib(self.shape, option) for option in candidates(self.recipe, self.batch, self.gpu))
 
     @property
     def cost(self) -> Price:
-        """Of the whole training."""
+        """The price of the whole training."""
         return self.gpu.price.times(self.gpu.count).times(self.hours)
 
     @property
     def disk_gib(self) -> dict[str, float]:
-        """What it writes to the disk."""
-        whole = self.shape.params * 2 / GIB
+        """What goes to the disk, by purpose."""
+        weights = self.shape.params * 2 / GIB
         trained = self.shape.adapter_params(self.recipe.r) / GIB
         checkpoint = trained * (ADAPTER + self.recipe.moment_bytes)
         return {
-            "download": whole,
-            "merged": whole * SPARE,
+            "download": weights,
+            "merged": weights * MERGE_DISK_FACTOR,
             "checkpoints": checkpoint * self.checkpoints,
         }
 
     @property
     def notes(self) -> list[str]:
-        """What a learner should know of it."""
+        """What a learner should know about the forecast."""
         notes = [tr("the speed follows from published numbers: only the H200 was measured"), *self.remarks]
         if self.hours is None:
             notes.append(tr("hours need --rows and --mean-length, and --tflops for a GPU that is not in the table"))
         if ram := ram_gib(self.shape, self.recipe):
-            text = tr(
-                "{engine} needs {size:.0f} GiB of RAM where all GPUs are in one machine",
-                engine=self.recipe.engine,
-                size=ram,
+            notes.append(
+                tr(
+                    "{engine} needs {size:.0f} GiB of RAM where all GPUs are in one machine",
+                    engine=self.recipe.engine,
+                    size=ram,
+                )
             )
-            notes.append(text)
         return [note for note in notes if note]
 
     def facts(self) -> dict[str, Any]:
-        """All of it, as `plan --json` prints it."""
+        """The forecast as `plan --json` prints it."""
         return {
             "model": self.shape.name,
             "gpu": self.gpu.name,
@@ -123,7 +124,7 @@ class Forecast:
             "card": self.gpu.model_dump(),
             "recipe": asdict(self.recipe),
             "batch": self.batch,
-            **{name: getattr(self.schedule, name, None) for name in SCHEDULED},
+            **{name: getattr(self.schedule, name, None) for name in SCHEDULE_FACTS},
             "peak_vram_gib": self.peak_gib,
             "limit_gib": self.limit_gib,
             "fits": self.fits,
@@ -139,7 +140,7 @@ class Forecast:
 
 
 def known_shape(model: str) -> Shape | None:
-    """The shape of a model; None where it is not known before its download."""
+    """The shape of a model; None if it is not known before the download."""
     with suppress(CourseError):
         return find_shape(model)
     return None
@@ -152,23 +153,26 @@ def of_profile(
     rows: Rows | None = None,
     strategy: str = "ddp",
 ) -> Forecast:
-    """A profile on a GPU; `auto` values become what the rows want and the fastest that fit, or the smallest."""
-    chosen = choose(profile, rows, shape, gpu.count)
-    settled = apply(profile, chosen)
-    step = rows_per_step(settled.sft, gpu.count)
+    """Forecast a profile on a GPU: the recipe decides `auto` values by the rows, then the fastest setting that fits.
+
+    If nothing fits, it is the setting with the lowest peak.
+    """
+    choices = choose(profile, rows, shape, gpu.count)
+    settled = apply(profile, choices)
+    step_rows = rows_per_step(settled.sft, gpu.count)
     options = open_recipes(settled, profile.sft, gpu, rows, strategy)
     recipe = best_option(shape, options, gpu)
     rate = tokens_per_second(shape, recipe, gpu)
-    tokens = _trained_tokens(settled.sft, recipe, step, rows)
+    tokens = _trained_tokens(settled.sft, recipe, step_rows, rows)
     remarks = [tr(gpu.note)]
-    if "method" in chosen:
-        remarks.append(chosen["method"].reason)
+    if "method" in choices:
+        remarks.append(choices["method"].reason)
     return Forecast(
         shape=shape,
         gpu=gpu,
         recipe=recipe,
         smallest=min(options, key=lambda option: peak_gib(shape, option)),
-        batch=step,
+        batch=step_rows,
         checkpoints=settled.sft.save_total_limit,
         schedule=schedule(settled.sft, rows, gpu.count) if rows else None,
         parts=parts(shape, recipe),
@@ -179,19 +183,20 @@ def of_profile(
 
 
 def assumed_rows(profile: Profile, rows: int | None, mean_length: float | None) -> Rows | None:
-    """Rows of which only number and mean length are known: instruction data spreads about as wide as its mean."""
+    """Rows of which only number and mean length are known; None if one of them is not."""
     rows = rows or profile.course.rows
     if not rows or not mean_length:
         return None
     longest = profile.sft.max_length
     mean = min(mean_length, longest)
+    # in instruction data the standard deviation of lengths is about their mean
     return Rows(rows, mean, spread=min(mean, longest - mean))
 
 
 def recipe_of(facts: Mapping[str, Any]) -> Recipe:
-    """How a lesson 03 trained, from its facts."""
+    """The recipe that lesson 03 trained with, from its facts."""
     cards = facts["processes"]
-    recipe = _named_recipe(facts["settings"])
+    recipe = _recipe_from_settings(facts["settings"])
     return replace(
         recipe,
         gradient_accumulation_steps=facts["batch"] // cards // recipe.per_device_train_batch_size,
@@ -200,19 +205,19 @@ def recipe_of(facts: Mapping[str, Any]) -> Recipe:
     )
 
 
-def _named_recipe(settings: Mapping[str, Any]) -> Recipe:
-    """What settings, by dotted name, say of a recipe."""
-    arguments = {name.rpartition(".")[2]: value for name, value in settings.items()}
-    known = {field.name: arguments[field.name] for field in fields(Recipe) if field.name in arguments}
-    return Recipe(length=settings["sft.max_length"], **known)
+def _recipe_from_settings(settings: Mapping[str, Any]) -> Recipe:
+    """The recipe in settings by dotted name: a field of Recipe is called as the last part of its setting."""
+    by_last_part = {name.rpartition(".")[2]: value for name, value in settings.items()}
+    values = {field.name: by_last_part[field.name] for field in fields(Recipe) if field.name in by_last_part}
+    return Recipe(length=settings["sft.max_length"], **values)
 
 
-def candidates(recipe: Recipe, step: int, gpu: GPUSpec, named: Collection[str] = ()) -> list[Recipe]:
-    """Every micro-batch that divides a GPU's share of the step, with every way to recompute; what is named stays."""
-    distributed.require_shares(step, gpu.count)
-    rows = step // gpu.count
+def candidates(recipe: Recipe, step_rows: int, gpu: GPUSpec, fixed: Collection[str] = ()) -> list[Recipe]:
+    """Every micro-batch that divides a GPU's share of the step, with every way to recompute; `fixed` fields stay."""
+    distributed.require_shares(step_rows, gpu.count)
+    rows = step_rows // gpu.count
     recipes = []
-    for size, (recompute, offload) in product(divisors(rows), WAYS.values()):
+    for size, (recompute, offload) in product(divisors(rows), RECOMPUTE_MODES.values()):
         option = replace(
             recipe,
             per_device_train_batch_size=size,
@@ -220,35 +225,36 @@ def candidates(recipe: Recipe, step: int, gpu: GPUSpec, named: Collection[str] =
             gradient_checkpointing=recompute,
             activation_offloading=offload,
         )
-        unasked = offload and recipe.engine != "ddp" and "activation_offloading" not in named
-        if not unasked and all(getattr(option, name) == getattr(recipe, name) for name in named):
+        # with shards, activations are offloaded only if the profile says so
+        allowed = not offload or recipe.engine == "ddp" or "activation_offloading" in fixed
+        if allowed and all(getattr(option, name) == getattr(recipe, name) for name in fixed):
             recipes.append(option)
     return recipes
 
 
 def divisors(number: int) -> list[int]:
-    """The numbers that divide it, from 1 on."""
+    """All divisors of a number, in rising order."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def best_option(shape: Shape, recipes: Sequence[Recipe], gpu: GPUSpec) -> Recipe:
-    """The fastest that fits, among nearly equals the one with the lowest peak; the smallest where nothing fits."""
+    """The recipe that `fastest_fitting` chooses for this GPU."""
     settings = []
     for recipe in recipes:
         speed = tokens_per_second(shape, recipe, gpu)
         if speed is None:
-            speed = recipe.per_device_train_batch_size * GUESSED_SPEED[recipe.recompute]
+            speed = recipe.per_device_train_batch_size * ASSUMED_SPEED[recipe.recompute]
         settings.append(Setting(recipe, peak_gib(shape, recipe), speed))
     best: Recipe = fastest_fitting(settings, limit_gib(gpu))
     return best
 
 
 def fastest_fitting(settings: Sequence[Setting], limit: float) -> Any:
-    """The same of any settings, with a limit in GiB."""
+    """The fastest within a limit in GiB; of nearly equal ones, and if nothing fits, that with the lowest peak."""
     fitting = [setting for setting in settings if setting.peak <= limit]
     speeds = [setting.speed for setting in fitting]
-    enough = NEARLY * max(speeds, default=0.0)
-    fast = [setting for setting in fitting if setting.speed >= enough]
+    fast_enough = NEARLY_FASTEST * max(speeds, default=0.0)
+    fast = [setting for setting in fitting if setting.speed >= fast_enough]
     best = min(
         fast or settings,
         key=lambda setting: setting.peak,
@@ -256,35 +262,35 @@ def fastest_fitting(settings: Sequence[Setting], limit: float) -> Any:
     return best.value
 
 
-def open_recipes(profile: Profile, given: SFT, gpu: GPUSpec, rows: Rows | None, strategy: str) -> list[Recipe]:
-    """A settled profile with every micro-batch and checkpointing, as far as it left them open when it was given.
+def open_recipes(profile: Profile, as_written: SFT, gpu: GPUSpec, rows: Rows | None, strategy: str) -> list[Recipe]:
+    """The recipes that a settled profile leaves open: every STEP_ARGUMENT that is `auto` in `as_written` may vary.
 
     The 8-bit optimizers of bitsandbytes do not take shards: strategies other than DDP train with AdamW in 32 bits.
     """
-    recent = gpu.capability >= BF16_FROM  # torch's varlen attention and Triton's kernels begin there too
-    usual: dict[str, Any] = {
+    recent = gpu.capability >= BF16_FROM  # torch's varlen attention and Triton's kernels need it too
+    by_gpu: dict[str, Any] = {
         "from_pretrained.dtype": "bfloat16" if recent else "float16",
         "from_pretrained.attn_implementation": "varlen" if recent else "sdpa",
         "sft.use_liger_kernel": recent,
     }
     settings = flat(profile.model_dump(warnings=False))
-    settings |= {name: value for name, value in usual.items() if settings[name] == "auto"}
-    recipe = replace(_named_recipe(settings), engine=strategy, cards=gpu.count)
+    settings |= {name: value for name, value in by_gpu.items() if settings[name] == "auto"}
+    recipe = replace(_recipe_from_settings(settings), engine=strategy, cards=gpu.count)
     if strategy != "ddp":
         method = distributed.STRATEGIES[strategy] or recipe.method
         recipe = replace(recipe, method=method, optim="adamw_torch_fused")
     if rows and not recipe.packing:
         recipe = replace(recipe, length=round(rows.mean), spread=rows.spread)
-    named = [name for name in STEP_ARGUMENTS if given[name] != "auto"]
-    step = rows_per_step(profile.sft, gpu.count)
-    return candidates(recipe, step, gpu, named)
+    fixed = [name for name in STEP_ARGUMENTS if as_written[name] != "auto"]
+    step_rows = rows_per_step(profile.sft, gpu.count)
+    return candidates(recipe, step_rows, gpu, fixed)
 
 
-def _trained_tokens(sft: SFT, recipe: Recipe, step: int, rows: Rows | None) -> float | None:
-    """Tokens of the whole training."""
+def _trained_tokens(sft: SFT, recipe: Recipe, step_rows: int, rows: Rows | None) -> float | None:
+    """Tokens of the whole training; None if neither its steps nor its rows are known."""
     if sft.max_steps > 0:
-        real = PACKED if recipe.packing else 1.0
-        return sft.max_steps * step * recipe.length * real
+        filled = PACKED if recipe.packing else 1.0  # the rest of a packed row is padding
+        return sft.max_steps * step_rows * recipe.length * filled
     if rows is None:
         return None
     return rows.examples * rows.mean * float(sft.num_train_epochs)

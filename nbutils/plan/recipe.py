@@ -144,10 +144,10 @@ def schedule(sft: SFT, rows: Rows, processes: int = 1) -> Schedule:
     )
 
 
-def few_steps(profile: Profile, given: Profile, rows: Rows, processes: int = 1) -> str:
-    """What to set where the step a profile names leaves too few of them; empty where it does not."""
-    named = "auto" not in (given.sft.gradient_accumulation_steps, given.sft.per_device_train_batch_size)
-    chosen_by_course = given.course.conversations_per_step == "auto" and not named
+def few_steps(profile: Profile, as_written: Profile, rows: Rows, processes: int = 1) -> str:
+    """A warning if the step size that a profile names leaves too few steps, with a better value; else empty."""
+    named = "auto" not in (as_written.sft.gradient_accumulation_steps, as_written.sft.per_device_train_batch_size)
+    chosen_by_course = as_written.course.conversations_per_step == "auto" and not named
     if chosen_by_course or profile.sft.max_steps > 0:
         return ""
     planned = schedule(profile.sft, rows, processes)

@@ -45,7 +45,7 @@ def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:
     gpu = gpus.of_machine(resolved.gpu, processes)
     limit = limit_gib(gpu)
     for strategy in ("ddp", f"fsdp_{method}"):
-        least = of_profile(resolved.given, gpu, shape, resolved.rows, strategy).least_gib
+        least = of_profile(resolved.as_written, gpu, shape, resolved.rows, strategy).least_gib
         reason = tr(
             "{model} with {strategy} needs at least {least:.1f} GiB on each {gpu}, which allows {limit:.1f}",
             model=shape.name,

@@ -1,6 +1,6 @@
-"""One server process: its port and key, its start, wait and end; it ends with the kernel that started it.
+"""One server process, which ends with the kernel that started it: its port, its key, starting, waiting and stopping.
 
-A key is handed over through the environment only: it is never printed, logged, stored or put on a command line.
+The key goes to the server through its environment only: it is never printed, logged, stored or put on a command line.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ from nbutils.serving import engine as engines
 if TYPE_CHECKING:
     from openai import OpenAI
 
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirects)  # to this machine and no further
-PUBLIC = {"autodl": (6006, 6008)}  # the only ports that platform forwards from outside
+# without proxy and redirects a request does not leave this machine
+LOCAL_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirects)
+PUBLIC_PORTS = {"autodl": (6006, 6008)}  # the only ports that this platform forwards from outside
 KEY_VARIABLE = "VLLM_API_KEY"
-NO_KEY = "none-is-checked"  # an OpenAI client must send something
+NO_KEY = "none-is-checked"  # an OpenAI client must have one
 TRANSFORMERS_FLAGS = ("dtype", "device", "continuous-batching")
-INSIDE = Path(__file__).parent / "inside"
+SERVER_SIDE_CODE = Path(__file__).parent / "inside"
 GRACE_SECONDS = 10.0
 SERVERS: dict[str, Server] = {}  # those this kernel started, by URL
+# of a line in vLLM's log: process, level, time and module; then what an error looks like, and one that names no cause
 PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?((DEBUG|INFO|ERROR) \d\d-\d\d [\d:]+ \[[\w.]+:\d+\] ?)?")
 ERROR = re.compile(r"^\s*([\w.]*\.)?[A-Z]\w*(Error|Exception): .+|^\s*Value error, .+|^[\w.]*:? ?error: .+")
-VAGUE = re.compile(r"Engine core initialization failed|[Ss]ee (root cause|stack trace)|CalledProcessError")
+POINTS_ELSEWHERE = re.compile(r"Engine core initialization failed|[Ss]ee (root cause|stack trace)|CalledProcessError")
 IMPORTING = "importing the engine's libraries"
 PHASES = {  # what vLLM's log says -> what the learner reads while it starts
     "Initializing a V1 LLM engine": "starting the engine",
@@ -53,24 +55,24 @@ PHASES = {  # what vLLM's log says -> what the learner reads while it starts
 
 
 def preferred_port(platform: platforms.Platform, engine: str = "vllm") -> int:
-    """The first free port that the platform makes public, if the engine checks keys; otherwise 0, any free port.
+    """The first free port that the platform makes public, if the engine checks keys; else 0, which means any free port.
 
     Example: preferred_port(platforms.detect())
     """
     if engine == "transformers":
         return 0
-    for port in PUBLIC.get(platform.name, ()):
+    for port in PUBLIC_PORTS.get(platform.name, ()):
         with suppress(CourseError):
             return free_port(port)
     return 0
 
 
 def public_address(platform: platforms.Platform, port: int) -> str:
-    """Where others reach a server on this port, in a sentence.
+    """A sentence that says where others reach a server on this port.
 
     Example: print(public_address(lesson.platform, server.port))
     """
-    if port not in PUBLIC.get(platform.name, ()):
+    if port not in PUBLIC_PORTS.get(platform.name, ()):
         return tr("Port {port} is for programs on this machine.", port=port)
     address = os.environ.get(f"AutoDLService{port}URL", "").rstrip("/")
     return tr(
@@ -80,8 +82,9 @@ def public_address(platform: platforms.Platform, port: int) -> str:
 
 
 def free_port(port: int) -> int:
-    """The port if it is free on this machine; for 0 any free one."""
+    """This port, if it is free on this machine, or any free one for 0; else an error."""
     with socket.socket() as probe:
+        # as servers do: a port whose last connections are still closing counts as free
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -95,7 +98,7 @@ def free_port(port: int) -> int:
 
 
 def reach_directly(host: str) -> None:
-    """Keep clients of this process away from a proxy when they talk to this machine."""
+    """Let clients in this process reach a host without a proxy."""
     for name in ("NO_PROXY", "no_proxy"):
         hosts = os.environ.get(name, "")
         if host not in hosts.split(","):
@@ -103,9 +106,9 @@ def reach_directly(host: str) -> None:
 
 
 def health(root: str) -> int:
-    """The HTTP status of a server's /health; 0 if nobody answers."""
+    """The HTTP status of a server's /health; 0 if there is no answer."""
     try:
-        with DIRECT.open(f"{root}/health", timeout=2.0) as answer:
+        with LOCAL_OPENER.open(f"{root}/health", timeout=2.0) as answer:
             return int(answer.status)
     except (OSError, HTTPException) as error:
         return int(getattr(error, "code", 0))
@@ -134,7 +137,7 @@ class Server:
         self.port = free_port(port)
         self.api_key: str | None = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
         if environment.engine == "transformers":
-            self._without_key()
+            self._adapt_to_transformers()
         self.model_name = str(self.flags.get("served-model-name") or self.model)
         self.names = [self.model_name, *adapters]
         self.root = f"http://127.0.0.1:{self.port}"
@@ -142,11 +145,11 @@ class Server:
         self.log = log or Path(tempfile.mkdtemp(prefix="serve-")) / "serve.log"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def _without_key(self) -> None:
-        """What `transformers serve` is given: it checks no key, and knows few flags of the lesson."""
+    def _adapt_to_transformers(self) -> None:
+        """`transformers serve` checks no key, so it may not be public, and it knows few of the flags."""
         self.api_key = None
         self.flags = {name: self.flags[name] for name in TRANSFORMERS_FLAGS if name in self.flags}
-        if self.port in PUBLIC.get(platforms.detect().name, ()):
+        if self.port in PUBLIC_PORTS.get(platforms.detect().name, ()):
             raise CourseError(
                 tr("`transformers serve` checks no API key, and others could reach it on port {port}.", port=self.port),
                 todo=tr("Set PORT to 0."),
@@ -175,20 +178,20 @@ class Server:
         return [*program, "--model", self.model, *words, "--middleware", "course_guard.Guard"]
 
     def start(self) -> Server:
-        """Free the GPU, start the process in a group of its own and return at once."""
+        """Free the GPU, start the process and return at once; `wait` waits until it answers."""
         if self.running:
             return self
         engines.free_gpu_memory()
         reach_directly("127.0.0.1")
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.sockets = tempfile.TemporaryDirectory(prefix="vllm-")  # vLLM leaves its sockets behind when it is stopped
+        self.sockets = tempfile.TemporaryDirectory(prefix="vllm-")  # vLLM does not delete its sockets: `stop` does
         extra = self.environment.env_vars | {"VLLM_RPC_BASE_PATH": self.sockets.name}
         if Path(self.model).is_dir():
             extra["HF_HUB_OFFLINE"] = "1"
         if self.api_key:
             extra[KEY_VARIABLE] = self.api_key
-            extra["PYTHONPATH"] = str(INSIDE)  # where the guard is that checks it
-        variables = environments.variables(extra)  # no secrets, nothing of this kernel
+            extra["PYTHONPATH"] = str(SERVER_SIDE_CODE)  # has course_guard, which checks the key
+        variables = environments.variables(extra)  # without secrets and settings of this kernel
         with open(self.log, "wb") as output:
             self.process = processes.supervised(self.command(), variables, self.log.parent, output, GRACE_SECONDS)
         SERVERS[self.url] = self
@@ -198,7 +201,7 @@ class Server:
         return self
 
     def wait(self, timeout: float = 600.0) -> float:
-        """Wait until the server answers, and print what it is doing; the seconds it took."""
+        """Wait until the server answers and print what it is doing; returns the seconds it took."""
         started = time.monotonic()
         phase = ""
         while not self.answers():
@@ -225,13 +228,13 @@ class Server:
         return seconds
 
     def answers(self) -> bool:
-        """Whether the server is up; what answers at its port must be a process of its own."""
+        """Whether the server is up: its port answers, and a process of this server listens there, no other program."""
         if self.process is None or not self.running or health(self.root) != 200:
             return False
         return processes.listens(self.process.pid, self.port)
 
     def stop(self) -> None:
-        """End the server and every process it started; harmless when there is none."""
+        """End the server and every process it started; does nothing if it is not running."""
         process = self.process
         self.process = None
         if process is not None:
@@ -240,7 +243,7 @@ class Server:
             self.sockets.cleanup()
 
     def require(self) -> None:
-        """Raise why the server is not running (any more); what is left of one that died is stopped."""
+        """Raise an error that says why the server is not running, if it is not; stop what is left of it."""
         process = self.process
         if process is None:
             raise CourseError(tr("The server is not running."), todo=tr("Run the cell that starts it."))
@@ -266,7 +269,7 @@ class Server:
         )
 
     def _after_cell(self, result: Any) -> None:
-        """A server that died is reported; a failed cell ends the lesson, and the server with it."""
+        """After each notebook cell: report a server that died; stop the server if the cell failed."""
         if self.process is None or (self.running and getattr(result, "success", True)):
             return
         try:
@@ -287,24 +290,24 @@ class Server:
 
 @dataclass(frozen=True)
 class Log:
-    """What a server is doing by its log, and its last different errors; its last lines if it names none."""
+    """What the log of a server says."""
 
-    phase: str
-    problem: str
+    phase: str  # what it is doing
+    problem: str  # its last three errors, or its last lines if there are none
 
 
 def read_log(file: Path) -> Log:
-    """Read a log without process and date, and without what pydantic says of its input."""
+    """Read a log; problems are without process and date, and without the input that pydantic quotes."""
     lines = []
     errors = []
     phase = IMPORTING
     for line in file.read_text("utf-8", errors="replace").strip().splitlines():
         line = PREFIX.sub("", line).rstrip()
         lines.append(line)
-        if ERROR.search(line) and not VAGUE.search(line):
+        if ERROR.search(line) and not POINTS_ELSEWHERE.search(line):
             errors.append(line.partition(" [type=")[0])
         for logged, meaning in PHASES.items():
             if logged in line:
                 phase = meaning
-    different = list(dict.fromkeys(errors))
-    return Log(phase, "\n".join(different[-3:] or lines[-12:]))
+    distinct = list(dict.fromkeys(errors))
+    return Log(phase, "\n".join(distinct[-3:] or lines[-12:]))

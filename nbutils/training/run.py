@@ -1,4 +1,4 @@
-"""Around the trainer of lesson 03: its settings, the one callback, the training itself and its result."""
+"""What surrounds the SFTTrainer of lesson 03: its settings, the course's callback, the training and its result."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from nbutils.tracking import Clock, Curve, LiveNumbers, best_of, loss_history, v
 from nbutils.training import model, oom, sharding, validation
 from nbutils.training import resume as resuming
 
-PEER_PATIENCE = 15.0  # seconds for a checkpoint under way to reach the run folder, when another process has ended
+LAST_SYNC_SECONDS = 15.0  # how long a checkpoint may still be copied to the run folder once another process has died
 RESERVE_SECONDS = 300.0  # for what follows the training: adapter, plots, record
-UNKNOWN_SYNC = 60.0  # seconds that a sync is taken to need before one was measured
-SHOWN = (  # of the facts, when the training has ended
+FIRST_SYNC_SECONDS = 60.0  # what copying a checkpoint is assumed to take, until one was measured
+SHOWN_FACTS = (  # when the training has ended
     "steps", "planned_steps", "resumed_from_step", "kept_step", "validation_loss", "adapter_moved", "base_moved",
     "train_seconds", "tokens_per_second", "peak_memory_gib", "cost",
 )  # fmt: skip
 
 
 def bookkeeping(scratch: Path, seed: int) -> dict[str, Any]:
-    """The SFTConfig settings that are about this machine and this run, not about learning.
+    """The arguments of SFTConfig that are about this machine and this run, not about learning.
 
     Example:
         SFTConfig(**profile.sft, **bookkeeping(lesson.scratch, seed=42))
     """
-    # TRL will drop Liger one day; `model.patch_lora_kernels` adds its kernels without TRL
+    # TRL announces that it will drop Liger; `model.patch_lora_kernels` adds the kernels without TRL
     warnings.filterwarnings("ignore", message=".*use_liger_kernel", category=FutureWarning)
     has_gpu = torch.cuda.is_available()
     return {
@@ -54,43 +54,44 @@ def bookkeeping(scratch: Path, seed: int) -> dict[str, Any]:
         "data_seed": seed,
         "use_cpu": not has_gpu,
         "dataloader_pin_memory": has_gpu,
-        "ddp_find_unused_parameters": False,  # every adapter weight is used in every step
+        "ddp_find_unused_parameters": False,  # there are none: every step uses every adapter weight
         "metric_for_best_model": "eval_loss",
         "disable_tqdm": True,  # the callback shows progress
-        "eval_packing": False,  # rows are validated as they are
+        "eval_packing": False,  # validate each row on its own
         "logging_nan_inf_filter": False,  # it would hide a loss that is not a number
     }
 
 
 class TimeBudget:
-    """Saves and ends the training before its time is up, on SIGTERM, and when it is interrupted (Ctrl-C, ■)."""
+    """Says when a training must save and end: before its time is up, on SIGTERM, or when interrupted (Ctrl-C, ■)."""
 
     def __init__(self, max_hours: float, started: float, now: Clock = monotonic) -> None:
         platform = platforms.detect()
         hours = max_hours or platform.entry.hours
+        # MAX_HOURS counts from the start of the lesson, a platform's limit from the start of its session
         began = started if max_hours else now() - platforms.session_seconds(platform)
         self.end = began + hours * 3600
-        if not hours or self.end < started:  # a machine older than its limit has another one (Colab Pro)
+        if not hours or self.end < started:  # older than the known limit: it has a longer one (Colab Pro)
             self.end = math.inf
         self.now = now
-        self.reserve = min(RESERVE_SECONDS, hours * 180)
-        self.steps: deque[float] = deque(maxlen=20)  # seconds of the recent ones, saving included
-        self.last = now()
-        self.sync_seconds = 0.0  # of the last one; 0: not measured yet
+        self.reserve = min(RESERVE_SECONDS, hours * 180)  # at most a twentieth of a short limit
+        self.step_seconds: deque[float] = deque(maxlen=20)  # of recent steps, saving included
+        self.last_step = now()  # when it ended
+        self.sync_seconds = 0.0  # of the last checkpoint; 0: not measured yet
         self.ended_by: signal.Signals | None = None
 
     def ask_to_end(self, number: int) -> None:
-        """End the training after its step; called with the signal that asks for it."""
+        """Handle a signal: the training ends after its current step."""
         self.ended_by = signal.Signals(number)
         print(tr("\n{signal}: the training ends after this step, and is saved.", signal=self.ended_by.name), flush=True)
 
     def reason_to_end(self) -> str:
         """Why the training must end after this step; empty if it may go on."""
-        self.steps.append(self.now() - self.last)
-        self.last = self.now()
-        sync = self.sync_seconds or min(UNKNOWN_SYNC, self.reserve)
-        needed = 1.5 * (max(self.steps) + sync) + self.reserve
-        left = self.end - self.last
+        self.step_seconds.append(self.now() - self.last_step)
+        self.last_step = self.now()
+        sync = self.sync_seconds or min(FIRST_SYNC_SECONDS, self.reserve)
+        needed = 1.5 * (max(self.step_seconds) + sync) + self.reserve  # the next step and its checkpoint may be slower
+        left = self.end - self.last_step
         if self.ended_by:
             return tr("This run was asked to end ({signal}).", signal=self.ended_by.name)
         if left < needed:
@@ -99,7 +100,7 @@ class TimeBudget:
 
 
 class CourseCallback(TrainerCallback):
-    """Keeps checkpoints in the run folder, ends the run in time, shows progress; `train` resumes with it.
+    """Copies checkpoints to the run folder, ends the training in time, shows progress; for SFTTrainer and `train`.
 
     Example:
         callback = CourseCallback(dataset, profile, run=lesson.run, folders=lesson.folders, started=lesson.started)
@@ -121,19 +122,19 @@ class CourseCallback(TrainerCallback):
         self.run = run
         self.folders = folders
         self.scratch = folders.scratch / run.name
-        self.base_model = base_model or {}  # `model_fingerprint`
+        self.base_model = base_model or {}  # from `model_fingerprint`
         self.patience = profile.course.early_stopping_patience
-        self.time = TimeBudget(max_hours, started)
+        self.budget = TimeBudget(max_hours, started)
         self.live = LiveNumbers(self.scratch / run.logs.name, run.logs)
         self.trainer: Any = None  # set by `take_over`
-        self.sync: Any = None  # started by `train`
+        self.sync: Any = None  # copies checkpoints; started by `train`
         self.fingerprint: dict[str, Any] = {}
         self.started = monotonic()
         self.earlier_seconds = 0.0  # of the sessions before this one
-        self.trained: tuple[float, int] | None = None  # seconds, and the step it started from
+        self.session: tuple[float, int] | None = None  # its seconds and the step it started from, once trained
 
     def prepare(self, trainer: Any) -> str:
-        """Check the trainer's rows and the disk, cast and fuse the LoRA layers; what was done, in one line."""
+        """Check disk and rows, fuse the LoRA layers, take the run's fingerprint; returns a line to print."""
         self.require_room(trainer)
         chat.check_trainer(trainer, self.dataset.report)
         sharding.use_engine(trainer)
@@ -151,43 +152,45 @@ class CourseCallback(TrainerCallback):
         for weight in trainer.model.parameters():
             if weight.requires_grad:
                 trained += weight.numel()
-        self.checkpoint_gib = (trained * 12 + 64 * 2**20) / files.GIB  # with two states of the optimizer
-        count = trainer.args.save_total_limit + 2  # the best one is kept beside the newest
+        # a weight and the two moments of Adam, 4 bytes each; 64 MiB for all else
+        self.checkpoint_gib = (trained * 12 + 64 * 2**20) / files.GIB
+        count = trainer.args.save_total_limit + 2  # the best is kept too, and a new one comes before the oldest goes
         output = Path(trainer.args.output_dir)
         require_disk(output, count * self.checkpoint_gib, tr("writing checkpoints"))
-        kept = checkpoints.look(self.run.checkpoints)
-        missing = max(count - len(kept), 1)
+        stored = checkpoints.look(self.run.checkpoints)
+        missing = max(count - len(stored), 1)
         require_disk(self.run.checkpoints, missing * self.checkpoint_gib, tr("keeping checkpoints"))
 
     def take_over(self, trainer: Any) -> None:
-        """Let the trainer validate as the course does, silence its output, note the checksums of its weights."""
+        """Replace the trainer's validation and its printing by the course's; note the checksums of its weights."""
         self.trainer = trainer
         validation.use_token_mean(trainer)
         trainer.remove_callback(PrinterCallback)
-        logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)  # warns of what on_train_begin mends
+        # it warns that a checkpoint has other settings, which on_train_begin corrects
+        logging.getLogger("transformers.trainer_utils").setLevel(logging.ERROR)
         self.kinds = model.weight_kinds(trainer.model)
         self.checksums = model.weight_checksums(trainer.model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        state.compute_steps(args, state.max_steps)  # else SAVE_STEPS of the checkpoint would count, not that of today
-        if distributed.strategy() in distributed.SHARDED:  # now it is known which shard is here
+        state.compute_steps(args, state.max_steps)  # a resumed state has the save_steps of its checkpoint, not today's
+        if distributed.strategy() in distributed.SHARDED:  # only now the weights are divided among the processes
             self.checksums = model.weight_checksums(self.trainer.model)
         validation.continue_validation(self.trainer)
-        self.time.last = self.time.now()
+        self.budget.last_step = self.budget.now()
         self.live.on_train_begin(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        # saving steps are logged too, so that a resumed run logs the same
+        # a step that is saved is logged too: a resumed training then logs what an uninterrupted one does
         control.should_log |= control.should_save or state.global_step >= state.max_steps
         for line in self.sync.messages():
             self.live.note(line)
-        self.time.sync_seconds = self.sync.seconds
+        self.budget.sync_seconds = self.sync.seconds
         self.end_in_time(state, control)
         self.live.on_step_end(state, optimizer)
 
     def end_in_time(self, state: Any, control: Any) -> None:
-        """Save and end after this step where the time is up, or where any process was asked to end."""
-        reason = self.time.reason_to_end()
+        """Save and end after this step if the time is up, or if any process was asked to end."""
+        reason = self.budget.reason_to_end()
         if control.should_training_stop or not distributed.anyone(bool(reason)):
             return
         self.live.note(
@@ -204,8 +207,8 @@ class CourseCallback(TrainerCallback):
         control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        # a checkpoint keeps it for the next session
-        state.log_history[-1]["train_seconds"] = self.all_seconds(monotonic() - self.started)
+        # the log is stored with each checkpoint, where the next session reads it
+        state.log_history[-1]["train_seconds"] = self.total_seconds(monotonic() - self.started)
         self.live.on_log(state, logs)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
@@ -220,8 +223,8 @@ class CourseCallback(TrainerCallback):
         if state.is_world_process_zero:
             self.sync.take(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
-    def all_seconds(self, seconds: float) -> float:
-        """How long the training took in all sessions, if this one took so many seconds."""
+    def total_seconds(self, seconds: float) -> float:
+        """How long all sessions of this training took, of which this one took `seconds`."""
         return round(self.earlier_seconds + seconds, 1)
 
     def stopped_early(self) -> bool:
@@ -234,10 +237,10 @@ class CourseCallback(TrainerCallback):
         return state.global_step >= state.max_steps or self.stopped_early()
 
     def load_finished(self, checkpoint: Path) -> None:
-        """Load weights and history of a complete training."""
+        """Load weights and history of a training that has no steps left."""
         model.load_checkpoint(self.trainer.model, checkpoint)
         state = TrainerState.load_from_json(str(checkpoint / checkpoints.STATE))
-        state.max_steps = state.global_step  # MAX_STEPS may be less than what was planned then
+        state.max_steps = state.global_step  # today's MAX_STEPS may be less than it has trained
         self.trainer.state = state
         print(
             tr(
@@ -250,17 +253,17 @@ class CourseCallback(TrainerCallback):
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A finished training: its curves, what it took, and which step is kept."""
+    """The outcome of `train`: its loss curves, what it took, and the step whose weights are kept."""
 
     trainer: Any
     callback: CourseCallback
     seconds: float  # of this session
-    first_step: int  # 0, or where it was resumed
+    first_step: int  # 0, or that of the checkpoint it resumed from
     kept_step: int  # whose weights the model has now
-    changed: tuple[int, int]  # weight tensors of the adapter, and of the base
+    changed: tuple[int, int]  # how many weight tensors of the adapter changed, and of the base
     peak_gib: float
     checksums: model.Checksums  # of the weights it ended with
-    weights: dict[str, torch.Tensor]  # trained ones, where the model has shards or 16 bits
+    weights: dict[str, torch.Tensor]  # trained ones, put together from all processes; empty with one process or DDP
 
     @property
     def history(self) -> dict[str, Curve]:
@@ -269,7 +272,7 @@ class TrainingResult:
         return {"train": loss_history(log), "validation": validation_history(log)}
 
     def facts(self) -> dict[str, Any]:
-        """What goes into facts.json; None where this session trained nothing."""
+        """What goes into facts.json; measurements are None if this session trained nothing."""
         state = self.trainer.state
         callback = self.callback
         losses = self.history["train"]
@@ -293,13 +296,13 @@ class TrainingResult:
         return self._measured() | facts
 
     def _measured(self) -> dict[str, Any]:
-        """What this session took."""
+        """Speed, memory and cost; all None if this session trained nothing, which keeps earlier values."""
         args = self.trainer.args
         tokens = 0
         for entry in self.trainer.state.log_history:
             if "num_tokens" in entry and entry["step"] > self.first_step:
                 tokens = entry["num_tokens"]
-        seconds = self.callback.all_seconds(self.seconds)
+        seconds = self.callback.total_seconds(self.seconds)
         measured = {
             "tokens_per_second": round(tokens / self.seconds, 1),
             "peak_memory_gib": round(self.peak_gib, 3),
@@ -313,8 +316,8 @@ class TrainingResult:
         return measured if tokens else dict.fromkeys(measured)
 
     def stamp(self) -> dict[str, Any]:
-        """What the saved weights are, so that those of one training are written once."""
-        trained = sorted(item for item in self.checksums.items() if item[1][0])
+        """Identifies the weights, so that `save_adapter` writes those of one training only once."""
+        trained = sorted(item for item in self.checksums.items() if item[1][0])  # (name, (is trained, checksum))
         checksum = zlib.crc32(repr(trained).encode())
         return {
             "steps": self.kept_step,
@@ -324,36 +327,36 @@ class TrainingResult:
 
     def __str__(self) -> str:
         facts = self.facts()
-        shown = record.readable({name: facts[name] for name in SHOWN})
+        shown = record.readable({name: facts[name] for name in SHOWN_FACTS})
         return display.columns_of(list(shown.items()))
 
 
 def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> TrainingResult:
     """Resume or start, train to the end, restore the best step and wait until everything is in the run folder.
 
-    Called again, it only repeats what follows the training, as when the disk of the run folder was away.
+    Called again, for example because the run folder's disk had failed, it repeats only what follows the training.
 
     Example:
         result = train(trainer, callback, resume="auto")
     """
-    if callback.trained is None:
-        callback.trained = _train_session(trainer, callback, resume)
-    interrupted = callback.time.ended_by == signal.SIGINT
+    if callback.session is None:
+        callback.session = _train_session(trainer, callback, resume)
+    interrupted = callback.budget.ended_by == signal.SIGINT
     with callback.live.reported(trainer):
         peak_gib = hardware.peak_memory_gib()
         kept_step = trainer.state.global_step
-        if not interrupted and resume != str(kept_step):  # else its own weights are asked for
+        if not interrupted and resume != str(kept_step):  # RESUME = "40" asks for the weights of step 40, best or not
             kept_step = validation.load_best(trainer)
         checksums = model.weight_checksums(trainer.model)
         changed = _count_changed(callback.checksums, checksums)
         weights = {} if distributed.strategy() in distributed.WHOLE else sharding.full_weights(trainer.model)
         distributed.leave_it_to_main()  # only the main process continues from here
         tracking.end_trackers(callback.run.logs)
-        kept = callback.sync.finish()
+        stored = callback.sync.finish()
     resuming.unlock_run(callback.scratch)
     callback.live.on_train_end(trainer.state, "finished" if callback.is_complete() else "stopped")
-    if kept:
-        print(tr("safe: checkpoint {step} in {folder}", step=kept.step, folder=kept.archive.parent))
+    if stored:
+        print(tr("safe: checkpoint {step} in {folder}", step=stored.step, folder=stored.archive.parent))
     if interrupted:
         raise StoppedByHand(
             tr(
@@ -367,7 +370,7 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
             ),
         )
     tracking.write_history(trainer.state.log_history, callback.run.logs / "history.json")
-    seconds, first_step = callback.trained
+    seconds, first_step = callback.session
     return TrainingResult(
         trainer=trainer,
         callback=callback,
@@ -382,7 +385,7 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
 
 
 def _train_session(trainer: Any, callback: CourseCallback, resume: str) -> tuple[float, int]:
-    """Train what is left after the newest checkpoint; the seconds it took, and the step it started from."""
+    """Train what is left after the newest checkpoint; returns the seconds it took and the step it started from."""
     if trainer.state.global_step:
         raise CourseError(
             tr("This trainer has trained before, and would mix two trainings."),
@@ -416,28 +419,27 @@ def _train_session(trainer: Any, callback: CourseCallback, resume: str) -> tuple
 def _train_steps(trainer: Any, callback: CourseCallback, checkpoint: Path | None) -> None:
     """Train from a checkpoint, or from the start."""
     run = callback.run
-    if distributed.is_main() and files.stamp(run.adapter):  # of a shorter or another training
+    if distributed.is_main() and files.stamp(run.adapter):  # it would not belong to what is trained now
         shutil.rmtree(run.former_adapter, ignore_errors=True)
         run.adapter.rename(run.former_adapter)
     try:
-        with first_signals(callback.time.ask_to_end):
+        with first_signals(callback.budget.ask_to_end):
             if checkpoint:
                 sharding.convert_optimizer_file(checkpoint, trainer.args.optim)
             oom.train_within_memory(trainer, run.path, checkpoint, callback.live.note)
-    except Exception as problem:  # of a full disk, libraries say many things
-        if ended := distributed.peer_error(problem):
-            callback.sync.finish(PEER_PATIENCE)
-            raise ended from None
+    except Exception as problem:  # libraries report a full disk with many kinds of errors
+        if peer_error := distributed.peer_error(problem):
+            callback.sync.finish(LAST_SYNC_SECONDS)
+            raise peer_error from None
         require_disk(Path(trainer.args.output_dir), callback.checkpoint_gib, tr("writing checkpoints"))
         raise
 
 
 def _count_changed(before: model.Checksums, after: model.Checksums) -> tuple[int, int]:
-    """How many weights of the adapter, and of the base, are others in any process."""
+    """How many weights of the adapter, and of the base, have changed in any process."""
     changed = [name for name in before if before[name] != after[name]]
-    in_any_process = set[str]()
-    for names in distributed.gather(changed):
-        in_any_process.update(names)
+    in_each_process = distributed.gather(changed)  # each may hold other shards
+    in_any_process = set[str]().union(*in_each_process)
     trained = 0
     for name in in_any_process:
         is_trained, _ = before[name]
@@ -446,7 +448,7 @@ def _count_changed(before: model.Checksums, after: model.Checksums) -> tuple[int
 
 
 def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
-    """Write adapter and tokenizer to the run's adapter folder; one of this very training is left as it is.
+    """Write adapter and tokenizer to the run's adapter folder, unless they are there already.
 
     Example:
         save_adapter(result, tokenizer)
