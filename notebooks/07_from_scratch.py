@@ -43,11 +43,11 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `DATA` names text files (`.txt`, `.md`), `.jsonl`, `.csv` or `.parquet` with a column `text` (all also as `.gz`), a folder of them, or a hub
-# dataset (`owner/name`). Empty, it is the first `TEXTS` of the course's 20,000 texts. `TOKENIZER` names a model whose tokenizer is used (`Qwen3-4B`, a
-# hub name, a folder); empty, one of `VOCAB` tokens is trained on your text. `WIDTH` is a multiple of 128. A step is `BATCH` rows of
-# `LENGTH` tokens. `STEPS = 0` is one epoch of your text, or 300 steps of the course's. `SAVE_STEPS`, `MAX_HOURS`, `RESUME` and `SET` are
-# those of lesson 03.
+# `DATA` names text files (`.txt`, `.md`), `.jsonl` or `.csv` with a column `text` (all these also as `.gz`), `.parquet` with such a column,
+# a folder of them, or a hub dataset (`owner/name`). Empty, it is the first `TEXTS` of the course's 20,000 texts. `TOKENIZER` names a model
+# whose tokenizer is used (`Qwen3-4B`, a hub name, a folder); empty, one of `VOCAB` tokens is trained on your text. `WIDTH` is a multiple
+# of 128. A step is `BATCH` rows of `LENGTH` tokens. `STEPS = 0` is one epoch of your text, or 300 steps of the course's. `SAVE_STEPS`,
+# `MAX_HOURS`, `RESUME` and `SET` are those of lesson 03.
 
 # %% tags=["parameters"]
 PROFILE: str = "tiny"
