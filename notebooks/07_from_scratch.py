@@ -182,8 +182,8 @@ print(pretraining.shape_of(config))
 # ## The recipe, and what it takes
 #
 # Wider models need a smaller learning rate, so it depends on the width. The table is a forecast from `plan`: for your GPU, or, if you
-# have none, for two that are rented often. A base model wants about 20 tokens for each parameter; with far fewer it learns the
-# words but not the language, and after many epochs it learns your text by heart.
+# have none, for two that are rented often; *rows* is how many are computed at a time. A base model wants about 20 tokens for each
+# parameter; with far fewer it learns the words but not the language, and after many epochs it learns your text by heart.
 
 # %%
 profile = pretraining.with_recipe(lesson.resolved, config, rows, steps=STEPS, batch=BATCH, save_steps=SAVE_STEPS)

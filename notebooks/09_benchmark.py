@@ -148,7 +148,8 @@ if environment.engine == "transformers":
 
 # %% [markdown]
 # The table: for each number of requests at a time, all engines. *First token* (TTFT) is how long a reader waits, *per token* (TPOT)
-# how fast the text then grows; each as p50 / p90 / p99 in milliseconds. These two are measured of vLLM only.
+# how fast the text then grows; each as p50 / p90 / p99 in milliseconds. These two are measured of vLLM only; *answer*, the
+# time until an answer is complete, of all.
 
 # %%
 benchmark.show("Speed on your own model")

@@ -142,7 +142,7 @@ if environment.engine == "transformers":
     benchmark.measure(server, "transformers serve")
 
 # %% [markdown]
-# 这张表按并发数（同时请求数）列出所有引擎。*首 token*（TTFT）是读者要等多久，*每 token*（TPOT）是之后文字出来得有多快；都给出 p50 / p90 / p99，单位毫秒。这两项只测 vLLM。
+# 这张表按并发数（同时请求数）列出所有引擎。*首 token*（TTFT）是读者要等多久，*每 token*（TPOT）是之后文字出来得有多快；都给出 p50 / p90 / p99，单位毫秒。这两项只测 vLLM；*整个回答*是一个回答全部生成完要多久，每个引擎都测。
 
 # %%
 benchmark.show("在你自己的模型上有多快")
@@ -213,7 +213,7 @@ print(metrics or "没有要测的公开基准测试（LM_EVAL_TASKS）")
 my_answer = None
 speeds = list(benchmark.speeds().get("vllm", {}).values())
 right = my_answer is not None and bool(speeds) and abs(my_answer * speeds[0] / speeds[-1] - 1) < 0.1
-print(f"[{' OK ' if right else '待做'}] 你的答案是 {my_answer or '还没有答案'}；应该是 vLLM 最后一行的每秒 token 数除以第一行的，误差在 10 % 以内")
+print(f"[{' OK ' if right else '待做'}] 你的答案：{my_answer or '还没有'}；应该是 vLLM 最后一行的每秒 token 数除以第一行的，误差在 10 % 以内")
 
 # %% [markdown]
 # ## 现在你有了
