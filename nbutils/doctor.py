@@ -190,7 +190,7 @@ def check_folders(platform: Platform, folders: Folders) -> Iterator[Check]:
         todo = tr("choose Save Version > Save & Run All, or set Persistence to Files in the notebook's settings")
         yield Check(KEEP_LASTS, seen, todo)
     else:
-        yield Check(KEEP_LASTS, folders.remark, "" if folders.lasting else platform.entry.keep_todo)
+        yield Check(KEEP_LASTS, folders.remark, "" if folders.lasting else tr(platform.entry.keep_todo))
 
 
 def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
@@ -238,7 +238,7 @@ def _without_gpu(platform: Platform) -> Check:
             ),
         )
     seen = tr("none: lessons run on the CPU, which is enough for the profiles tiny and laptop")
-    return Check("GPU", seen, "" if platform.name == "local" else platform.entry.gpu_todo)
+    return Check("GPU", seen, "" if platform.name == "local" else tr(platform.entry.gpu_todo))
 
 
 def check_packages(platform: Platform, folders: Folders) -> Iterator[Check]:
@@ -261,7 +261,7 @@ def check_hub(platform: Platform, folders: Folders) -> Iterator[Check]:
     for name in urls:
         time = f"{seconds[name]:.1f} s" if name in seconds else tr("does not answer")
         answers.append(f"{name} {time}")
-    yield Check(MODEL_HUB, joined(answers), "" if seconds else platform.entry.hub_todo)
+    yield Check(MODEL_HUB, joined(answers), "" if seconds else tr(platform.entry.hub_todo))
 
 
 CHECKS = (check_machine, check_folders, check_torch, check_packages, check_hub)

@@ -37,8 +37,8 @@ PACKAGES = (
 )
 UNREAD = ("settings", "fingerprint", "data_fingerprint", "form", "merge")  # facts for programs, not for the report
 LABELS = {  # of facts whose names say too little
-    "adapter_moved": "weight matrices changed in the adapter",
-    "base_moved": "weight matrices changed in the base model",
+    "adapter_moved": "weight matrices changed, of those that are trained",
+    "base_moved": "weight matrices changed, of those that are frozen",
     "weights": "weight matrices of each precision",
 }
 Facts = dict[str, Any]

@@ -133,7 +133,8 @@ display.show_choices(lesson.resolved, only=names)
 # The memory of a training can be added up before anything is downloaded: the weights (4 bits each, plus their scales), the
 # LoRA adapters with their gradients, the optimizer's two moments, the activations that the backward pass needs, the logits
 # of the loss, and a workspace. Only activations, logits and workspace grow with the micro-batch and the length of the rows. Here
-# for 10,000 rows of 300 tokens, on this GPU, or on a rented one if there is none.
+# for 10,000 rows of 300 tokens, on this GPU, or on a rented one if there is none. The dashed line is the limit: a little less than the
+# GPU has, because not all of it can be used.
 
 # %%
 import matplotlib.pyplot as plt
@@ -153,7 +154,8 @@ display.show_figure(figure)
 
 # %% [markdown]
 # The same rows on six GPUs, each with the model that `PROFILE = "auto"` trains there. Every row is read three times (3 epochs): 9
-# million tokens, which divided by the tokens per second give the hours. Prices are in `configs/gpus.yaml`, which is yours to edit.
+# million tokens, which divided by the tokens per second give the time. *limit* is what a training may use of the GPU's memory, *peak*
+# what it uses. Prices are in `configs/gpus.yaml`, which is yours to edit.
 # Only the H200 was measured; the other speeds follow from published numbers. `python -m nbutils plan --help` shows how to ask for
 # your own case.
 
@@ -178,7 +180,7 @@ else:
     large, _ = plan.answer(gpu="" if lesson.gpu else "RTX 4090", model="Qwen2.5-14B", length=1024)
     print(f"[{' OK ' if my_guess == large['fits'] else 'FAIL'}] saw {my_guess}, expected {large['fits']}:",
           f"{large['peak_vram_gib']:.1f} of {large['limit_gib']:.1f} GiB",
-          *(f"\n  {part:12} {gib:5.1f} GiB" for part, gib in large["parts"].items()))
+          *(f"\n  {display.pad(tr(part), 12)} {gib:5.1f} GiB" for part, gib in large["parts"].items()))
 
 # %% [markdown]
 # ## You now have

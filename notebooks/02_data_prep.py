@@ -226,10 +226,13 @@ print(chat.check_contract(examples))
 # %% [markdown]
 # ## Exercise
 #
-# Write three different rows you would train on: a name, a style, a task of your own. The row here has two mistakes. Find them, and put
-# your rows in its place: the check then names what is still wrong.
+# Write three different rows you would train on: a name, a style, a task of your own. The row here has two mistakes; the check counts
+# one, because it sees the second only when the first is mended. Find both, and put your rows in its place: the check then names what
+# is still wrong.
 
 # %%
+from nbutils.language import tr
+
 given = {"messages": [{"role": "customer", "content": "Where is order 2041?"}, {"role": "assistant", "content": ""}]}
 my_rows = [given]
 problems = [problem for my_row in my_rows for problem in data.problems_of(my_row)]
@@ -237,7 +240,7 @@ different = len({str(my_row) for my_row in my_rows})
 done = different >= 3 and not problems
 print(f"[{' OK ' if done else 'todo'}] exercise: different rows: {different}, expected 3 or more; problems: {len(problems)}, expected 0")
 for problem in problems if my_rows != [given] else []:
-    print(f"  {problem.field}: {problem.kind}, saw {problem.seen} -> {problem.todo}")
+    print(f"  {problem.field}: {tr(problem.kind)}, saw {problem.seen} -> {problem.todo}")
 
 # %% [markdown]
 # ## You now have

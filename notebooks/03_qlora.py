@@ -122,10 +122,11 @@ print(plan.describe(plan.require(lesson.resolved)))
 # %% [markdown]
 # ## The base model in 4 bits
 #
-# The block `quantization` of the profile are arguments of `BitsAndBytesConfig`: `nf4` fits the distribution of trained weights, double quantization also compresses the scales, and matrix products are
-# computed in the precision of your machine. (Left to its defaults, bitsandbytes would use `fp4` and float32.) Models under a
-# billion parameters lose too much in 4 bits; for those, `auto` sets `method: lora`, which leaves the base model in 16 bits.
-# (The bundled tiny model is trained in 4 bits all the same, so that the lesson is the real one.)
+# The block `quantization` of the profile holds arguments of `BitsAndBytesConfig`: `nf4` fits the distribution of trained weights,
+# double quantization also compresses the scales, and matrix products are computed in the precision of your machine. (Left to its
+# defaults, bitsandbytes would use `fp4` and float32.) Models under a billion parameters lose too much in 4 bits; for those, `auto`
+# sets `method: lora`, which leaves the base model in 16 bits. (The bundled tiny model is trained in 4 bits all the same, so that the
+# lesson is the real one.)
 
 # %%
 import torch
@@ -202,7 +203,7 @@ my_percent = None
 # %% [markdown]
 # ## The training
 #
-# The block `sft` of the profile are arguments of `SFTConfig`; the table above explains the main ones. Rows are concatenated without
+# The block `sft` of the profile holds arguments of `SFTConfig`; the table above explains the main ones. Rows are concatenated without
 # padding (`padding_free`). With packing they are first packed into sequences of up to `max_length` tokens. The validation loss is
 # measured before the first step (`eval_on_start`) and at every save (`eval_steps`); `load_best_model_at_end` keeps the step where
 # it was lowest. `training.bookkeeping` adds what is not about learning: folders, saving, the seed. `report_to` names the

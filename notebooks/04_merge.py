@@ -184,7 +184,8 @@ print("merged ", from_merged)
 #
 # Equal answers can hide a damaged merge. So some rows of every weight are computed again from base and adapter. Then adapter and
 # merged model predict the next token at about 200 positions, and we compare the probabilities of the whole vocabulary. Their distance
-# (the KL divergence, in nats per token) is 0 for equal models; rounding makes it a very small number: the line *the same model*.
+# (the KL divergence, in nats per token) is 0 for equal models; rounding makes it a very small number: the line *the same model*. The
+# first line is there for comparison: how far the tuning has moved the model.
 #
 # QLoRA trained the adapter on the 4-bit base, and the merged model is unquantized. That step changes the predictions too, usually a
 # little: the line *a price*. To avoid it, set `MERGE_ONTO = "dequantized"`; the base then stays as coarse as it was in training. The lesson

@@ -224,8 +224,9 @@ same_answers.show(rows=3)
 # %% [markdown]
 # Equal answers can hide a changed model. So the probabilities are compared as well, at a few hundred positions that lesson 04 stored. The
 # distance is the KL divergence, in nats per token: 0 means the same probabilities, and rounding in float32 stays below 0.00001 (1e-05).
-# *merged, in vLLM* is the server, *merged* is the model of lesson 04. The true distance may be a little more than the number, because
-# vLLM returns only the likeliest tokens. A server that is much further away than rounding explains runs another model, and stops the lesson.
+# The first lines are those of lesson 04; the last one is new: *merged, in vLLM* is the server, *merged* is the model of lesson 04. It says
+# *at least*, because vLLM returns only the likeliest tokens. A server that is much further away than rounding
+# explains runs another model, and stops the lesson.
 
 # %%
 same_model = model.compare_predictions(server)

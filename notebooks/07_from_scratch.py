@@ -43,11 +43,11 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `DATA` names text files (`.txt`, `.md`), `.jsonl`, `.csv` or `.parquet` with a column `text` (all also as `.gz`), a folder of them, or a hub
-# dataset (`owner/name`). Empty, it is the first `TEXTS` of the course's 20,000 texts. `TOKENIZER` names a model whose tokenizer is used (`Qwen3-4B`, a
-# hub name, a folder); empty, one of `VOCAB` tokens is trained on your text. `WIDTH` is a multiple of 128. A step is `BATCH` rows of
-# `LENGTH` tokens. `STEPS = 0` is one epoch of your text, or 300 steps of the course's. `SAVE_STEPS`, `MAX_HOURS`, `RESUME` and `SET` are
-# those of lesson 03.
+# `DATA` names text files (`.txt`, `.md`), `.jsonl` or `.csv` with a column `text` (all these also as `.gz`), `.parquet` with such a column,
+# a folder of them, or a hub dataset (`owner/name`). Empty, it is the first `TEXTS` of the course's 20,000 texts. `TOKENIZER` names a model
+# whose tokenizer is used (`Qwen3-4B`, a hub name, a folder); empty, one of `VOCAB` tokens is trained on your text. `WIDTH` is a multiple
+# of 128. A step is `BATCH` rows of `LENGTH` tokens. `STEPS = 0` is one epoch of your text, or 300 steps of the course's. `SAVE_STEPS`,
+# `MAX_HOURS`, `RESUME` and `SET` are those of lesson 03.
 
 # %% tags=["parameters"]
 PROFILE: str = "tiny"
@@ -182,8 +182,8 @@ print(pretraining.shape_of(config))
 # ## The recipe, and what it takes
 #
 # Wider models need a smaller learning rate, so it depends on the width. The table is a forecast from `plan`: for your GPU, or, if you
-# have none, for two that are rented often. A base model wants about 20 tokens for each parameter; with far fewer it learns the
-# words but not the language, and after many epochs it learns your text by heart.
+# have none, for two that are rented often; *rows* is how many are computed at a time. A base model wants about 20 tokens for each
+# parameter; with far fewer it learns the words but not the language, and after many epochs it learns your text by heart.
 
 # %%
 profile = pretraining.with_recipe(lesson.resolved, config, rows, steps=STEPS, batch=BATCH, save_steps=SAVE_STEPS)

@@ -141,7 +141,8 @@ print(*exports, sep="\n")
 #
 # Each export is loaded and reads the texts that lesson 04 used for its proof. *KL* is the distance of its predictions to the merged model's, in
 # nats per token: below 0.001 nobody will notice, above 0.15 you will. It says "at least" because lesson 04 stored only the likeliest tokens
-# of each position. *Same next token* counts the positions where the likeliest token stayed the same.
+# of each position. An export of a model that is too large for this machine is not compared. *Same next token* counts the
+# positions where the likeliest token stayed the same.
 
 # %%
 compared = exporting.check_exports(exports, lesson.run.path)

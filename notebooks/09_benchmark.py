@@ -15,7 +15,7 @@
 # You will have
 #
 # - tokens per second of vLLM, `generate` and `transformers serve` on your own model, as a table and a plot,
-# - how far the server's predictions are from the merged model, the adapter and the base model,
+# - how far the server's predictions are from the merged model's, and those from the adapter's and the base model's,
 # - the scores of base model and adapter, served under two names by one server.
 #
 # Takes about two minutes with the tiny model on 2 cores, and some minutes with a GPU. Needs the serving environment of lesson 05.
@@ -84,7 +84,8 @@ benchmark = bench.Benchmark(lesson.run.path / "bench.json", settings, {"model": 
 # ## The limit of the GPU
 #
 # For one request, every token needs nearly all weights read from memory once. So memory bandwidth divided by the size of the weights is
-# the most tokens per second that any engine can reach for one request. Several requests share each read.
+# the most tokens per second that any engine can reach for one request. Several requests share each read. The number stands below the
+# table of results; without a GPU there is none.
 
 # %%
 if lesson.gpu:
@@ -147,7 +148,8 @@ if environment.engine == "transformers":
 
 # %% [markdown]
 # The table: for each number of requests at a time, all engines. *First token* (TTFT) is how long a reader waits, *per token* (TPOT)
-# how fast the text then grows; each as p50 / p90 / p99 in milliseconds. These two are measured of vLLM only.
+# how fast the text then grows; each as p50 / p90 / p99 in milliseconds. These two are measured of vLLM only; *answer*, the
+# time until an answer is complete, of all.
 
 # %%
 benchmark.show("Speed on your own model")
@@ -163,8 +165,8 @@ benchmark.plot(lesson.run.path / "bench.png")
 # ## The same model?
 #
 # The distance between the predictions of two models is measured as the KL divergence, in nats per token: 0 means that they
-# give every token the same probability. The first lines are what tuning and quantization change. The last line is the server: only
-# rounding. It says *at least*, because vLLM returns only the likeliest tokens.
+# give every token the same probability. The first lines are those of lesson 04: what tuning, quantization and merging change. The last
+# line is the server: only rounding. It says *at least*, because vLLM returns only the likeliest tokens.
 
 # %%
 same_model = model.compare_predictions(server)
@@ -230,7 +232,7 @@ print(f"[{' OK ' if right else 'todo'}] exercise: saw {my_answer or 'no answer y
 # ## You now have
 #
 # - tokens per second of vLLM, `generate` and `transformers serve` on your own model, as a table and a plot,
-# - how far the server's predictions are from the merged model, the adapter and the base model,
+# - how far the server's predictions are from the merged model's, and those from the adapter's and the base model's,
 # - the scores of base model and adapter, served under two names by one server.
 
 # %%

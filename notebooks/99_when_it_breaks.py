@@ -109,7 +109,7 @@ display.plot_loss_examples()
 
 # %% [markdown]
 # `examine` tells them apart by their numbers: where the training loss began and ended, and whether the validation loss rose
-# again after its best step.
+# again after its best step. It gives each fault a short name; a training may have several.
 
 # %%
 for name, curve in files.read_json(display.CURVES).items():

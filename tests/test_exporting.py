@@ -178,7 +178,6 @@ def test_the_verdict_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row["of merged"], row["same next token"]) == ("0.60", "9 of 10")
     monkeypatch.setattr(platforms, "free_memory_gib", lambda: 12.0)
     monkeypatch.setattr(hardware, "gpu", lambda: None)
-    monkeypatch.setattr(parity, "load_predictions", lambda *given: None)
     [line] = make.check_exports([replace(made, bytes=5 * 2**30, merged_bytes=14 * 2**30)], Path("run"))
     assert line.gap is None and line.facts["ratio"] == 5 / 14 and "not compared" in line.row["verdict"]
 

@@ -67,7 +67,7 @@ def test_the_report_is_for_people(tmp_path: Path) -> None:
     assert text.splitlines() == [
         "| exact match | base 0, merged 0.95 |", "| evaluation | verdict: helped; a \\| b: 1 |",
         "| limits | memory GiB 1.234 |", "| exports | w4 same |", "| fits | yes |",
-        "| weight matrices changed in the adapter | 84 |", "| trained tokens | 261,070 |",
+        "| weight matrices changed, of those that are trained | 84 |", "| trained tokens | 261,070 |",
         "| tokens per second | 16,930 |",
     ]  # fmt: skip
 

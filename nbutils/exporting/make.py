@@ -393,9 +393,9 @@ def check_exports(exports: Sequence[Export], run: Path) -> list[ParityLine]:
     """
     lines = []
     for export in exports:
-        stored = parity.load_predictions(run, export.merged)
         gap = None
         if fit(export.merged_bytes / files.GIB, hardware.gpu()):  # transformers dequantizes before it computes
+            stored = parity.load_predictions(run, export.merged)
             predictions = read_predictions(export.name, export.folder, stored.fixed)
             gap = parity.gap(stored.forms["merged"], predictions)
         lines.append(ParityLine(export, gap))

@@ -126,7 +126,7 @@ display.show_choices(lesson.resolved, only=names)
 # %% [markdown]
 # ## 放得下吗？
 #
-# 训练要用多少显存，下载之前就能算出来，把这几部分加起来：权重（每个 4 bit，另加量化常数）、LoRA 适配器和它的梯度、Adam 的优化器状态（一阶矩和二阶矩）、反向传播要用的激活值、计算损失时的 logits，还有一块工作区。只有激活值、logits 和工作区会随 micro-batch 和样本长度变大。下面按 10,000 条、每条 300 个 token 来算，用的是这台机器的 GPU；没有 GPU 就按一块租来的算。图里的虚线是上限。
+# 训练要用多少显存，下载之前就能算出来，把这几部分加起来：权重（每个 4 bit，另加量化常数）、LoRA 适配器和它的梯度、Adam 的优化器状态（一阶矩和二阶矩）、反向传播要用的激活值、计算损失时的 logits，还有一块工作区。只有激活值、logits 和工作区会随 micro-batch 和样本长度变大。下面按 10,000 条、每条 300 个 token 来算，用的是这台机器的 GPU；没有 GPU 就按一块租来的算。图里的虚线是上限：比显存略小，因为显存不能全部用掉。
 
 # %%
 import matplotlib.pyplot as plt
@@ -145,7 +145,7 @@ figure.legend(ncols=4, loc="outside lower center")
 display.show_figure(figure)
 
 # %% [markdown]
-# 同样的样本放到六种 GPU 上，训练的模型由 `PROFILE = "auto"` 按 GPU 选。每条样本读三遍（3 轮），共 900 万个 token，除以每秒 token 数就是训练时间，表里换算成小时。价格写在 `configs/gpus.yaml` 里，你可以自己改。只有 H200 是实测，其他 GPU 的速度由公开参数推算。想算自己的情况，看 `python -m nbutils plan --help`。
+# 同样的样本放到六种 GPU 上，训练的模型由 `PROFILE = "auto"` 按 GPU 选。每条样本读三遍（3 轮），共 900 万个 token，除以每秒 token 数就是训练时间。“显存上限”是训练可以占用的显存，“显存峰值”是实际会占用的。价格写在 `configs/gpus.yaml` 里，你可以自己改。只有 H200 是实测，其他 GPU 的速度由公开参数推算。想算自己的情况，看 `python -m nbutils plan --help`。
 
 # %%
 gpus = ["T4", "RTX 3090", "RTX 4090", "A100-40GB", "H100", "H200"]
@@ -166,7 +166,7 @@ else:
     large, _ = plan.answer(gpu="" if lesson.gpu else "RTX 4090", model="Qwen2.5-14B", length=1024)
     print(f"[{' OK ' if my_guess == large['fits'] else '不对'}] 你猜的是 {my_guess}，正确答案是 {large['fits']}：",
           f"需要 {large['peak_vram_gib']:.1f} GiB，上限 {large['limit_gib']:.1f} GiB",
-          *(f"\n  {part:12} {gib:5.1f} GiB" for part, gib in large["parts"].items()))
+          *(f"\n  {display.pad(tr(part), 12)} {gib:5.1f} GiB" for part, gib in large["parts"].items()))
 
 # %% [markdown]
 # ## 现在你有了

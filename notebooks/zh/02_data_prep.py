@@ -214,9 +214,11 @@ print(chat.check_contract(examples))
 # %% [markdown]
 # ## 练习
 #
-# 写三条不一样的样本，用你自己想训练的内容：一个名字、一种语气、一项任务。下面这条有两个错误，找出来，再换成你写的样本，检查会告诉你还有哪里不对。
+# 写三条不一样的样本，用你自己想训练的内容：一个名字、一种语气、一项任务。下面这条有两个错误，但检查只数到一处：改好第一个，才会看到第二个。把两个都找出来，再换成你写的样本，检查会告诉你还有哪里不对。
 
 # %%
+from nbutils.language import tr
+
 given = {"messages": [{"role": "customer", "content": "2041 号订单到哪儿了？"}, {"role": "assistant", "content": ""}]}
 my_rows = [given]
 problems = [problem for my_row in my_rows for problem in data.problems_of(my_row)]
@@ -224,7 +226,7 @@ different = len({str(my_row) for my_row in my_rows})
 done = different >= 3 and not problems
 print(f"[{' OK ' if done else '待做'}] 不同的样本 {different} 条，需要 3 条或更多；错误 {len(problems)} 处，需要 0 处")
 for problem in problems if my_rows != [given] else []:
-    print(f"  {problem.field}：{problem.kind}，看到的是 {problem.seen} -> {problem.todo}")
+    print(f"  {problem.field}：{tr(problem.kind)}，看到的是 {problem.seen} -> {problem.todo}")
 
 # %% [markdown]
 # ## 现在你有了

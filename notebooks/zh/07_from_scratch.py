@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `DATA` 可以是文本文件（`.txt`、`.md`），带 `text` 列的 `.jsonl`、`.csv` 或 `.parquet`（都可以压缩成 `.gz`），装着这些文件的目录，或 Hugging Face Hub 上的数据集（`owner/name`）。留空就用课程自带的 20,000 篇文本中的前 `TEXTS` 篇。`TOKENIZER` 填一个模型（`Qwen3-4B`、Hub 名称或目录），就用那个模型的 tokenizer；留空就在你的文本上训练一个，词表大小是 `VOCAB`。`WIDTH` 必须是 128 的倍数。每步训练 `BATCH` 行，每行 `LENGTH` 个 token。`STEPS = 0` 表示把你的文本训练一轮（epoch）；用课程自带的文本，则是 300 步。`SAVE_STEPS`、`MAX_HOURS`、`RESUME` 和 `SET` 与第 03 课相同。
+# `DATA` 可以是文本文件（`.txt`、`.md`），带 `text` 列的 `.jsonl`、`.csv`（以上都可以压缩成 `.gz`）或 `.parquet`，装着这些文件的目录，或 Hugging Face Hub 上的数据集（`owner/name`）。留空就用课程自带的 20,000 篇文本中的前 `TEXTS` 篇。`TOKENIZER` 填一个模型（`Qwen3-4B`、Hub 名称或目录），就用那个模型的 tokenizer；留空就在你的文本上训练一个，词表大小是 `VOCAB`。`WIDTH` 必须是 128 的倍数。每步训练 `BATCH` 行，每行 `LENGTH` 个 token。`STEPS = 0` 表示把你的文本训练一轮（epoch）；用课程自带的文本，则是 300 步。`SAVE_STEPS`、`MAX_HOURS`、`RESUME` 和 `SET` 与第 03 课相同。
 
 # %% tags=["parameters"]
 PROFILE: str = "tiny"
@@ -169,7 +169,7 @@ print(pretraining.shape_of(config))
 # %% [markdown]
 # ## 训练配方和预估
 #
-# 模型越宽，学习率要越小，所以学习率由宽度算出。下表是 `plan` 的预估：有 GPU 就列你的 GPU，没有就列两种常租的显卡。从零训练，每个参数大约要 20 个 token；少得太多，模型学到的只是词，学不会语言；同一份文本训练太多轮，又会背下来。
+# 模型越宽，学习率要越小，所以学习率由宽度算出。下表是 `plan` 的预估：有 GPU 就列你的 GPU，没有就列两种常租的显卡；“样本”一列是一次算几行。从零训练，每个参数大约要 20 个 token；少得太多，模型学到的只是词，学不会语言；同一份文本训练太多轮，又会背下来。
 
 # %%
 profile = pretraining.with_recipe(lesson.resolved, config, rows, steps=STEPS, batch=BATCH, save_steps=SAVE_STEPS)

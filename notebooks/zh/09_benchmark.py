@@ -14,7 +14,7 @@
 # 学完这一课，你会得到
 #
 # - vLLM、`generate` 和 `transformers serve` 在你的模型上每秒多少 token，有表有图；
-# - 服务的预测和合并后的模型、适配器、基座模型各差多远；
+# - 服务的预测和合并后的模型差多远，合并后的模型和适配器、适配器和基座模型又各差多远；
 # - 基座模型和适配器的分数，由同一个服务用两个名字提供。
 #
 # 自带的小模型在 2 核 CPU 上约需 2 分钟，有 GPU 时要几分钟。需要第 05 课的推理环境。
@@ -85,7 +85,7 @@ benchmark = bench.Benchmark(lesson.run.path / "bench.json", settings, {"model": 
 # %% [markdown]
 # ## GPU 的上限
 #
-# 只有一个请求时，每生成一个 token，几乎所有权重都要从显存读一遍。所以显存带宽除以权重的大小，就是任何引擎处理单个请求时每秒 token 数的上限。多个请求可以共用每次读取。
+# 只有一个请求时，每生成一个 token，几乎所有权重都要从显存读一遍。所以显存带宽除以权重的大小，就是任何引擎处理单个请求时每秒 token 数的上限。多个请求可以共用每次读取。这个数显示在后面的结果表下方；没有 GPU 就不显示。
 
 # %%
 if lesson.gpu:
@@ -142,7 +142,7 @@ if environment.engine == "transformers":
     benchmark.measure(server, "transformers serve")
 
 # %% [markdown]
-# 这张表按并发数（同时请求数）列出所有引擎。*首 token*（TTFT）是读者要等多久，*每 token*（TPOT）是之后文字出来得有多快；都给出 p50 / p90 / p99，单位毫秒。这两项只测 vLLM。
+# 这张表按并发数（同时请求数）列出所有引擎。*首 token*（TTFT）是读者要等多久，*每 token*（TPOT）是之后文字出来得有多快；都给出 p50 / p90 / p99，单位毫秒。这两项只测 vLLM；*整个回答*是一个回答全部生成完要多久，每个引擎都测。
 
 # %%
 benchmark.show("在你自己的模型上有多快")
@@ -156,7 +156,7 @@ benchmark.plot(lesson.run.path / "bench.png")
 # %% [markdown]
 # ## 还是同一个模型吗？
 #
-# 两个模型的预测相差多远，用 KL 散度衡量，单位是 nats/token：0 表示给每个 token 的概率都相同。前几行是微调和量化带来的变化。最后一行是服务，只应有舍入误差。写着*至少*，是因为 vLLM 只返回概率最高的一些 token。
+# 两个模型的预测相差多远，用 KL 散度衡量，单位是 nats/token：0 表示给每个 token 的概率都相同。前几行第 04 课已经见过，是微调、量化和合并带来的变化。最后一行是服务，只应有舍入误差。写着*至少*，是因为 vLLM 只返回概率最高的一些 token。
 
 # %%
 same_model = model.compare_predictions(server)
@@ -213,13 +213,13 @@ print(metrics or "没有要测的公开基准测试（LM_EVAL_TASKS）")
 my_answer = None
 speeds = list(benchmark.speeds().get("vllm", {}).values())
 right = my_answer is not None and bool(speeds) and abs(my_answer * speeds[0] / speeds[-1] - 1) < 0.1
-print(f"[{' OK ' if right else '待做'}] 你的答案是 {my_answer or '还没有答案'}；应该是 vLLM 最后一行的每秒 token 数除以第一行的，误差在 10 % 以内")
+print(f"[{' OK ' if right else '待做'}] 你的答案：{my_answer or '还没有'}；应该是 vLLM 最后一行的每秒 token 数除以第一行的，误差在 10 % 以内")
 
 # %% [markdown]
 # ## 现在你有了
 #
 # - vLLM、`generate` 和 `transformers serve` 在你的模型上每秒多少 token，有表有图；
-# - 服务的预测和合并后的模型、适配器、基座模型各差多远；
+# - 服务的预测和合并后的模型差多远，合并后的模型和适配器、适配器和基座模型又各差多远；
 # - 基座模型和适配器的分数，由同一个服务用两个名字提供。
 # %%
 same_as_merged = {name: serving.compare_answers(said, model.stored).identical for name, said in answers.items() if model.stored}

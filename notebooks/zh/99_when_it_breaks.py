@@ -107,7 +107,7 @@ from nbutils import display
 display.plot_loss_examples()
 
 # %% [markdown]
-# `examine` 只看数字就能分清这四次：训练损失从多少降到多少，验证损失在最低点之后有没有回升。查出的问题用代号表示：`flat` 是几乎不降，`diverging` 是发散，`overfitting` 是过拟合。
+# `examine` 只看数字就能分清这四次：训练损失从多少降到多少，验证损失在最低点之后有没有回升。查出的问题用代号表示：`flat` 是几乎不降，`diverging` 是发散，`overfitting` 是过拟合，`never_better` 是验证损失从没低于训练开始时。
 
 # %%
 for name, curve in files.read_json(display.CURVES).items():
