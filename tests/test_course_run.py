@@ -86,6 +86,7 @@ def test_papermill_without_an_output_path_continues_a_run_and_keeps_the_executed
     assert " M notebooks/03_qlora.ipynb" not in changed.stdout
 
 
+@pytest.mark.long
 def test_a_plain_script_refuses_another_training_in_the_place_of_a_run(trained_home: Path) -> None:
     words = [ROOT / "notebooks/03_qlora.py", "--PROFILE", "tiny", "--SEED", "7", "--SET", "sft.learning_rate=1e-4"]
     refused = python(*words, home=trained_home, ok=False)

@@ -412,12 +412,12 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.
     assert peaks["many"] - peaks["few"] < 500 * 320, "a row of 1500 characters leaves about 300 bytes"
 
 
-@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.csv.gz", "lines.csv.gz"])
+@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.csv.gz", pytest.param("lines.csv.gz", marks=pytest.mark.slow)])
 def test_a_value_without_end_takes_bounded_memory(tmp_path: Path, monkeypatch: Any, name: str) -> None:
     monkeypatch.setattr(read, "LONGEST_LINE", 4 << 20)
     with gzip.open(tmp_path / name, "wb", compresslevel=1) as file:
         file.write(b'a,b\n"' if "csv" in name else b'{"a": "')
-        for _ in range(64):
+        for _ in range(16 if "lines" in name else 64):
             file.write(b"x\n" * (1 << 19) if "lines" in name else b"x" * (1 << 20))
         file.write(b'"}\n' + json_lines([qa(1)]).encode())
     rows, peak = peak_memory(list, data.read_rows(tmp_path / name))
