@@ -9,8 +9,8 @@ from typing import Any
 from nbutils import platforms
 from nbutils.language import joined, tr
 from nbutils.models import known_models
-from nbutils.plan import gpus, of_options, time_text
-from nbutils.plan.forecast import Forecast
+from nbutils.plan import gpus, of_options
+from nbutils.plan.forecast import Forecast, time_text
 from nbutils.plan.gpus import GPUSpec, Price
 from nbutils.plan.memory import Recipe, peak_gib
 from nbutils.plan.speed import tokens_per_second

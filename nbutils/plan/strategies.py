@@ -11,7 +11,7 @@ from nbutils.hardware import Choice
 from nbutils.language import tr
 from nbutils.plan import gpus
 from nbutils.plan.forecast import known_shape, of_profile
-from nbutils.plan.memory import Recipe, limit_gib
+from nbutils.plan.memory import Recipe
 from nbutils.plan.recipe import LARGEST_STEP
 
 
@@ -43,26 +43,11 @@ def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:
     if resolved.gpu is None or shape is None:
         return Choice("ddp", tr("there is no GPU, or the size of the model is not known: each process holds it whole"))
     gpu = gpus.of_machine(resolved.gpu, processes)
-    limit = limit_gib(gpu)
-    for strategy in ("ddp", f"fsdp_{method}"):
-        least = of_profile(resolved.as_written, gpu, shape, resolved.rows, strategy).least_gib
-        reason = tr(
-            "{model} with {strategy} needs at least {least:.1f} GiB on each {gpu}, which allows {limit:.1f}",
-            model=shape.name,
-            strategy=strategy,
-            least=least,
-            gpu=gpu.name,
-            limit=limit,
-        )
-        if least <= limit:
-            return Choice(strategy, reason)
-    raise CourseError(
-        f"{reason}.",
-        todo=tr(
-            "Take more or larger GPUs, a smaller MODEL, a shorter sft.max_length, or qlora instead of "
-            "lora; `python -m nbutils plan --gpus N --engine NAME` forecasts it."
-        ),
-    )
+    forecast = of_profile(resolved.as_written, gpu, shape, resolved.rows, "ddp")
+    if forecast.least_gib > forecast.limit_gib:
+        forecast = of_profile(resolved.as_written, gpu, shape, resolved.rows, f"fsdp_{method}")
+        forecast.require_room()
+    return Choice(forecast.recipe.engine, forecast.requirement)
 
 
 def fits_alone(resolved: Any) -> bool:
