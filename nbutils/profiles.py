@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import config, distributed, hardware, models
-from nbutils.config import Document, Overrides, Profile, flat, keys, load, names
+from nbutils.config import SFT, Document, Overrides, Profile, flat, keys, load, names
 from nbutils.errors import CourseError
 from nbutils.hardware import GPU, Choice
 from nbutils.language import joined, tr
@@ -168,11 +168,7 @@ def keep_begun(resolved: Resolved, fingerprint: Mapping[str, Any], validation_ro
     begun = Begun(validation_rows=validation_rows)
     step = fingerprint.get("rows_per_step")
     if step and step % distributed.world_size() == 0:
-        begun = Begun(
-            rows_per_step=step,
-            packing=fingerprint["sft"]["packing"],
-            validation_rows=validation_rows,
-        )
+        begun = replace(begun, rows_per_step=step, packing=fingerprint["sft"]["packing"])
     return replace(resolved, begun=begun)
 
 
@@ -190,12 +186,7 @@ def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
     settings = flat(profile.model_dump())
     for name, value in settings.items():
         choices[name] = Choice(value, reasons.get(name, ""))
-    return replace(
-        resolved,
-        profile=profile,
-        choices=choices,
-        rows=rows,
-    )
+    return replace(resolved, profile=profile, choices=choices, rows=rows)
 
 
 def _by_machine(as_written: Profile, gpu: GPU | None) -> Choices:
@@ -223,22 +214,8 @@ def _by_plan(profile: Profile, as_written: Profile, shape: Shape | None, gpu: GP
     names = [name for name in STEP_ARGUMENTS if as_written.sft[name] == "auto"]
     if not names:
         return {}
-    sft = profile.sft
     processes = distributed.world_size()
-    step = rows_per_step(sft, processes)
-    size = int(sft.per_device_train_batch_size)  # one row, unless the profile names it
-    if gpu is None:
-        if "per_device_train_batch_size" in names:
-            most = CPU_ROWS
-            if rows and not sft.packing:
-                most = max(1, int(CPU_TOKENS / rows.mean))
-            size = distributed.micro_batch_for(step, most, processes)
-        recipe = Recipe(per_device_train_batch_size=size, gradient_checkpointing=False)
-        reason = tr("plan: without a GPU, few tokens at a time and no recomputing")
-    elif shape is None:
-        recipe = Recipe(per_device_train_batch_size=size)
-        reason = tr("plan: the size of this model is not known before its download, so the safest value")
-    else:
+    if gpu and shape:
         spec = gpus.of_machine(gpu, processes)
         strategy = distributed.strategy_name(str(profile.method))
         recipe = best_option(shape, open_recipes(profile, as_written.sft, spec, rows, strategy), spec)
@@ -250,6 +227,21 @@ def _by_plan(profile: Profile, as_written: Profile, shape: Shape | None, gpu: GP
             peak=peak,
             limit=limit,
         )
-    accumulation = step // processes // recipe.per_device_train_batch_size
-    recipe = replace(recipe, gradient_accumulation_steps=accumulation)
+    else:
+        step = rows_per_step(profile.sft, processes)
+        size = int(profile.sft.per_device_train_batch_size)  # one row, unless the profile names it
+        if gpu is None and "per_device_train_batch_size" in names:
+            size = distributed.micro_batch_for(step, _most_rows_on_cpu(profile.sft, rows), processes)
+        recipe = Recipe(
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=step // processes // size,
+            gradient_checkpointing=gpu is not None,
+        )
+        reason = tr("plan: there is no GPU, or the size of this model is not known before its download: a safe value")
     return {f"sft.{name}": Choice(getattr(recipe, name), reason) for name in names}
+
+
+def _most_rows_on_cpu(sft: SFT, rows: Rows | None) -> int:
+    if rows and not sft.packing:
+        return max(1, int(CPU_TOKENS / rows.mean))
+    return CPU_ROWS

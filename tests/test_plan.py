@@ -14,14 +14,14 @@ from support import ROOT, refused
 from nbutils import display, distributed, files, models, plan, platforms, profiles
 from nbutils.cli import app
 from nbutils.config import flat
+from nbutils.distributed import STRATEGIES
 from nbutils.hardware import GPU
 from nbutils.models import find_shape
-from nbutils.plan import STRATEGIES, forecast, gpus, recipe, speed
+from nbutils.plan import forecast, gpus, recipe, speed, table_recipe
 from nbutils.plan.forecast import NEARLY_FASTEST, best_option, candidates
 from nbutils.plan.memory import CONTEXT_GIB, MARGIN, Recipe, limit_gib, parts, peak_gib
 from nbutils.plan.recipe import PACKED
 from nbutils.plan.speed import tokens_per_second
-from nbutils.plan.strategies import table_recipe
 
 Patch = pytest.MonkeyPatch
 MEASURED = json.loads((ROOT / "benchmarks/results/plan_h200.json").read_text(encoding="utf-8"))["runs"]

@@ -6,21 +6,20 @@ Here is what a lesson and the command line ask it: this machine, a GPU by name, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from nbutils import display, distributed
 from nbutils.config import read, settings_in, with_overrides
-from nbutils.distributed import STRATEGIES
+from nbutils.errors import CourseError
 from nbutils.hardware import Choice
 from nbutils.language import joined, tr
 from nbutils.models import find_shape
 from nbutils.plan import gpus as gpu_table
 from nbutils.plan.forecast import RECOMPUTE_MODES, Forecast, assumed_rows, known_shape, of_profile
 from nbutils.plan.gpus import GPUSpec
-from nbutils.plan.recipe import apply
-from nbutils.plan.strategies import engine_for, fits_alone
-
-__all__ = ["STRATEGIES", "engine_for", "fits_alone"]
+from nbutils.plan.memory import Recipe
+from nbutils.plan.recipe import LARGEST_STEP, apply
 
 RENTED = "RTX 4090"  # the usual rented GPU
 OPTIONS = {  # of the command line, which are values of a profile
@@ -156,3 +155,45 @@ def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
     shape = find_shape(options.get("model") or profile.model)
     rows = assumed_rows(profile, options.get("rows"), options.get("mean_length"))
     return of_profile(profile, gpu, shape, rows, options.get("engine") or "ddp")
+
+
+def table_recipe(strategy: str, cards: int) -> Recipe:
+    """Rows of 2,048 tokens one by one, in the course's largest step; where a strategy takes any base, one in 4 bits.
+
+    Example: `memory.peak_gib(find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4))`
+    """
+    return Recipe(
+        method=distributed.STRATEGIES[strategy] or "qlora",
+        gradient_accumulation_steps=max(1, LARGEST_STEP // cards),
+        engine=strategy,
+        cards=cards,
+    )
+
+
+def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:
+    """The strategy with which so many processes train a resolved profile, one on each GPU: that asked for, or by size.
+
+    DDP where each GPU holds the model, with the smallest setting; else FSDP, where its share fits.
+    Example: `plan.engine_for(lesson.resolved, processes=2).value`
+    """
+    method = resolved.profile.method
+    if asked != "auto":
+        distributed.require_known_strategy(asked)
+        distributed.require_method(asked, method)
+        return Choice(asked, tr("parameter {name}", name="ENGINE"))
+    shape = known_shape(resolved.model)
+    if resolved.gpu is None or shape is None:
+        return Choice("ddp", tr("there is no GPU, or the size of the model is not known: each process holds it whole"))
+    gpu = gpu_table.of_machine(resolved.gpu, processes)
+    forecast = of_profile(resolved.as_written, gpu, shape, resolved.rows, "ddp")
+    if forecast.least_gib > forecast.limit_gib:
+        forecast = of_profile(resolved.as_written, gpu, shape, resolved.rows, f"fsdp_{method}")
+        forecast.require_room()
+    return Choice(forecast.recipe.engine, forecast.requirement)
+
+
+def fits_alone(resolved: Any) -> bool:
+    """Whether one GPU holds the model of a resolved profile; also true where that is not known."""
+    with suppress(CourseError):
+        return bool(engine_for(resolved, 1).value == "ddp")
+    return False

@@ -182,8 +182,7 @@ def _conversations_per_step(rows: Rows, max_length: int) -> int:
     """A power of two that leaves about 50 steps in an epoch, up to the largest step."""
     wanted = max(FEWEST, rows.examples / STEPS_PER_EPOCH)
     power = round(math.log2(wanted))
-    most = int(LARGEST_STEP * max_length / rows.mean)
-    most = max(1, most)
+    most = max(1, int(LARGEST_STEP * max_length / rows.mean))
     return min(2**power, most)
 
 
@@ -303,19 +302,19 @@ def _save_steps(planned: Schedule) -> Choice:
 
 def _validation(profile: Profile, rows: Rows, planned: Schedule, begun: Begun) -> Choices:
     """How many held-out rows each validation takes; without any there is no best step."""
-    choices = Choices()
     count = profile.course.validation_rows
-    if count == "auto":
-        known = begun.validation_rows
-        choice = _kept(known) if known else _affordable_rows(profile.sft, rows, planned)
-        choices["course.validation_rows"] = choice
-        count = choice.value
     if count == 0 or rows.held_out == 0:
-        reason = tr("no rows are validated")
-        choices["course.validation_rows"] = Choice(0, reason)
-        choices["sft.load_best_model_at_end"] = Choice(False, reason)
-        choices["course.early_stopping_patience"] = Choice(0, reason)
-    return choices
+        none = Choice(0, tr("no rows are validated"))
+        return {
+            "course.validation_rows": none,
+            "course.early_stopping_patience": none,
+            "sft.load_best_model_at_end": Choice(False, none.reason),
+        }
+    if count != "auto":
+        return {}
+    if begun.validation_rows:
+        return {"course.validation_rows": _kept(begun.validation_rows)}
+    return {"course.validation_rows": _affordable_rows(profile.sft, rows, planned)}
 
 
 def _affordable_rows(sft: SFT, rows: Rows, planned: Schedule) -> Choice:
@@ -323,8 +322,7 @@ def _affordable_rows(sft: SFT, rows: Rows, planned: Schedule) -> Choice:
     validations = math.ceil(planned.steps / int(sft.save_steps)) + 1
     budget = SHARE * planned.steps * planned.examples_per_step
     affordable = int(budget / (FORWARD * validations))
-    count = min(MOST_VALIDATED, affordable)
-    count = max(LEAST_VALIDATED, count)
+    count = max(LEAST_VALIDATED, min(MOST_VALIDATED, affordable))
     if rows.held_out is not None:
         count = min(count, rows.held_out)
     return Choice(count, tr("recipe: validation takes about {share:.0%} of the training time or less", share=SHARE))

@@ -163,7 +163,6 @@ print("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", shlex.join([*together, *lesson.argum
 from nbutils import display
 from nbutils.models import find_shape
 from nbutils.plan import gpus, memory
-from nbutils.plan.strategies import table_recipe
 
 cards = {141: "H200", 80: "A100-80GB", 48: "L40S", 24: "RTX 4090", 16: "T4"}
 limits = {size: memory.limit_gib(gpus.find(name)) for size, name in cards.items()}
@@ -172,7 +171,7 @@ for model in ("Qwen2.5-14B", "Qwen2.5-32B", "Qwen2.5-72B"):
     for machines, each in [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8)]:
         row = {"模型": model, "卡数": f"{machines} x {each}" if machines > 1 else each}
         for name in ("ddp", "fsdp_qlora", "fsdp_lora"):
-            gib = memory.peak_gib(find_shape(model), table_recipe(name, machines * each))
+            gib = memory.peak_gib(find_shape(model), plan.table_recipe(name, machines * each))
             row[name] = f"{gib:.1f} (没有)"
             for size, limit in limits.items():
                 if gib <= limit:
@@ -186,7 +185,7 @@ print(display.aligned(table))
 # %%
 from nbutils.language import tr
 
-shape, recipe = find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4)
+shape, recipe = find_shape("Qwen2.5-72B"), plan.table_recipe("fsdp_qlora", 4)
 for part, size in memory.parts(shape, recipe).items():
     print(f"{size:6.2f} GiB  {tr(part)}")
     for term in memory.terms(shape, recipe).get(part, []):
