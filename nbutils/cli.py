@@ -271,7 +271,7 @@ def check_data(
 @json_option
 def forecast(as_json: bool, settings: Words, **options: Any) -> None:
     """Forecast memory, speed, time and cost of a training before anything is downloaded."""
-    data, text = plan.answer(given=", ".join(settings) or None, **options)
+    data, text = plan.answer(given=", ".join(settings), **options)
     _print_result(as_json, data, text)
 
 

@@ -38,13 +38,6 @@ CLASSES = {  # whose keyword arguments a block holds: any of them may be added t
     "lora": "peft.LoraConfig", "quantization": "transformers.BitsAndBytesConfig", "sft": "trl.SFTConfig",
     "vllm": "vllm serve",
 }  # fmt: skip
-VLLM_FLAGS = (  # by name: vLLM is installed in an environment of its own, so its class cannot be asked here
-    "async_scheduling", "attention_backend", "block_size", "chat_template", "compilation_config", "cpu_offload_gb",
-    "data_parallel_size", "dtype", "enable_auto_tool_choice", "enable_chunked_prefill", "enable_expert_parallel",
-    "enable_prefix_caching", "enforce_eager", "generation_config", "kv_cache_dtype", "load_format",
-    "max_num_batched_tokens", "override_generation_config", "pipeline_parallel_size", "port", "quantization",
-    "reasoning_parser", "seed", "speculative_config", "tensor_parallel_size", "tool_call_parser",
-)  # fmt: skip
 DECIDES = {  # keyword arguments that the lessons give, by what decides them
     "from_pretrained.dtype": (
         "sft.bf16", "sft.fp16", "quantization.bnb_4bit_compute_dtype", "quantization.bnb_4bit_quant_storage",
@@ -189,29 +182,31 @@ class Profile(Strict):
     @model_validator(mode="after")
     def check_pairs(self) -> Profile:
         """No two values that cannot go together."""
-        if contradictions := list(self._contradictions()):
-            raise ValueError(*contradictions)
-        return self
-
-    def _contradictions(self) -> Iterator[str]:
         sft = self.sft
         if self.method != "auto" and self.quantization.load_in_4bit != (self.method == "qlora"):
-            yield tr("method, quantization.load_in_4bit: qlora takes true, lora takes false; change both")
+            raise ValueError(tr("method, quantization.load_in_4bit: qlora takes true, lora takes false; change both"))
         if sft.max_length > self.vllm.max_model_len:
-            yield tr("sft.max_length, vllm.max_model_len: the server would refuse the longest rows trained on")
+            raise ValueError(
+                tr("sft.max_length, vllm.max_model_len: the server would refuse the longest rows trained on")
+            )
         if sft.activation_offloading is True and sft.gradient_checkpointing is False:
-            yield tr("sft.activation_offloading: it needs gradient_checkpointing; set that to true as well")
+            raise ValueError(tr("sft.activation_offloading: it needs gradient_checkpointing; set that to true as well"))
         if sft.per_device_train_batch_size == "auto" and sft.gradient_accumulation_steps != "auto":
-            yield tr(
-                "sft.gradient_accumulation_steps: set per_device_train_batch_size too, or leave both auto and set "
-                "course.conversations_per_step"
+            raise ValueError(
+                tr(
+                    "sft.gradient_accumulation_steps: set per_device_train_batch_size too, or leave both auto and set "
+                    "course.conversations_per_step"
+                )
             )
         step = self.course.conversations_per_step
         if "auto" not in (step, sft.per_device_train_batch_size, sft.gradient_accumulation_steps):
-            yield tr(
-                "course.conversations_per_step: per_device_train_batch_size and gradient_accumulation_steps decide "
-                "how large a step is; leave it, or one of them, auto"
+            raise ValueError(
+                tr(
+                    "course.conversations_per_step: per_device_train_batch_size and gradient_accumulation_steps decide "
+                    "how large a step is; leave it, or one of them, auto"
+                )
             )
+        return self
 
 
 def _problem_with(name: str, value: Any) -> str:
@@ -223,6 +218,8 @@ def _problem_with(name: str, value: Any) -> str:
     changes_base = argument == "init_lora_weights" and str(value).lower() not in BASE_KEEPING_INITS
     if changes_base or (argument in UNMERGEABLE and value):
         return tr("lesson 04 could not merge such an adapter")
+    if block == "vllm":
+        return ""  # it has an environment of its own, and refuses what it does not know
     known = arguments_of(owner)
     if known and argument not in known:
         hint = _did_you_mean(name, [f"{block}.{other}" for other in known])
@@ -232,8 +229,6 @@ def _problem_with(name: str, value: Any) -> str:
 
 def arguments_of(owner: str) -> list[str]:
     """The keyword arguments of a class, by its dotted name; none where its library is not installed."""
-    if owner == CLASSES["vllm"]:
-        return [*Vllm.model_fields, *VLLM_FLAGS]
     module, _, name = owner.rpartition(".")
     try:
         library_class = getattr(importlib.import_module(module), name)
@@ -266,13 +261,9 @@ def with_values(tree: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, 
 
 def shown(value: Any) -> str:
     """A value as the YAML writes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return str(value) or '""'
+    if isinstance(value, str) and value:
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def keys(model: type[BaseModel] = Profile) -> list[str]:
@@ -424,8 +415,8 @@ def _problems(error: ValidationError, known: Sequence[str]) -> list[str]:
     """What pydantic found, a line for each name."""
     by_name: dict[str, list[str]] = {}
     for item in error.errors(include_url=False):
-        if item["type"] == "value_error":  # of pairs, which are checked only where nothing else is wrong
-            return list(item["ctx"]["error"].args)
+        if item["type"] == "value_error":  # of a pair, which is checked only where nothing else is wrong
+            return [str(item["ctx"]["error"])]
         name = ".".join(map(str, item["loc"][:2])) or tr("the file")  # deeper are the types of a union
         kind = item["type"]
         if kind == "missing":
@@ -456,7 +447,6 @@ def _strange_arguments(tree: Mapping[str, Any]) -> Iterator[str]:
 def _did_you_mean(name: str, known: Sequence[str]) -> str:
     """A hint at the name that was probably meant, in whatever block."""
     leaves = {key.rpartition(".")[2]: key for key in known}
-    leaf = name.rpartition(".")[2]
-    for near in difflib.get_close_matches(leaf, leaves, n=1):
+    for near in difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1):
         return tr(", did you mean {name}?", name=leaves[near])
     return ""

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import config, distributed, hardware, models
-from nbutils.config import SFT, Document, Overrides, Profile, flat, keys, load, names
+from nbutils.config import SFT, Document, Overrides, Profile, flat, load, names
 from nbutils.errors import CourseError
 from nbutils.hardware import GPU, Choice
 from nbutils.language import joined, tr
-from nbutils.models import Shape, course_model, is_tiny, known_models, model_folder
+from nbutils.models import Shape
 from nbutils.plan import gpus
 from nbutils.plan.forecast import STEP_ARGUMENTS, best_option, known_shape, open_recipes
 from nbutils.plan.memory import Recipe, limit_gib, peak_gib
-from nbutils.plan.recipe import Begun, Choices, Rows, apply, choose, few_steps, rows_per_step, schedule
+from nbutils.plan.recipe import Begun, Choices, Rows, apply, choose, rows_per_step, schedule
 from nbutils.platforms import Platform, folders
 
-__all__ = ["Rows", "course_model", "few_steps", "is_tiny", "known_models", "load", "model_folder", "names", "schedule"]
+__all__ = ["Rows", "load", "names", "schedule"]
 
 CPU_ROWS = 2  # packed rows at a time
 CPU_TOKENS = 512  # or tokens, as attention grows with their square on a CPU
@@ -83,9 +83,8 @@ def resolve(
         model_name = "tiny"
         meant = models.meant(model_name)
         source = "folder"
-    reasons = dict.fromkeys(keys(), tr("set in {file}", file=document.file.name))
-    reasons |= {key: tr(text) for key, text in document.reasons.items()}
-    why = tr("parameter MODEL") if model else reasons["model"]
+    reasons = {key: tr(text) for key, text in document.reasons.items()}
+    why = tr("parameter MODEL") if model else reasons.get("model", document.file.name)
     reasons["model"] = joined([f"{meant.reason}{tr(ORIGINS[source])}", why], ";")
     value = meant.value
     if source == "package":  # what transformers cannot download itself is a folder
@@ -137,7 +136,7 @@ def _choose_profile(profile: str, model: str, gpu: GPU | None, platform: Platfor
     """The profile that is named, or what `auto` takes here."""
     if profile != "auto":
         return Choice(profile, tr("parameter PROFILE"))
-    if gpu is None or is_tiny(model):
+    if gpu is None or models.is_tiny(model):
         text = tr(
             "auto: the bundled tiny model, as it is named or there is no GPU ({platform})", platform=platform.name
         )

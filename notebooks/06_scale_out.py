@@ -173,9 +173,9 @@ print("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", shlex.join([*together, *lesson.argum
 #
 # GiB of each card, and in brackets the smallest cards that have them and 8 % + 0.5 GiB to spare. `2 x 8` is two machines with
 # eight cards. `ddp` and `fsdp_qlora` have the model in 4 bits, `fsdp_lora` in 16; a micro-batch is one row of 2,048 tokens, with gradient
-# checkpointing. These are forecasts. Put the other engines into the cell to see them. `python -m nbutils plan
-# --engine fsdp_qlora --gpus 8 --model Qwen2.5-72B` also says how much RAM a machine needs: each process loads the 4-bit model for
-# itself, so a 72B on eight cards takes 307 GiB of RAM while it starts.
+# checkpointing. These are forecasts. Put the other engines into the cell to see them (those of DeepSpeed are less exact). A machine
+# also needs RAM: with `fsdp_qlora` each process loads the 4-bit model for itself, so a 72B on eight cards takes 307 GiB while it
+# starts.
 
 # %%
 from nbutils import display

@@ -94,8 +94,8 @@ def sources() -> str:
 
 @functools.cache
 def settings() -> dict[str, Any]:
-    """The values of a profile by their dotted names, and the argument that a learner is told to add."""
-    return flat(load("tiny").model_dump()) | {"sft.report_to": None}
+    """The values of a profile by their dotted names, and the arguments that a learner is told to add."""
+    return flat(load("tiny").model_dump()) | {"sft.report_to": None, "vllm.enable_prefix_caching": None}
 
 
 def arguments(block: str) -> list[str]:

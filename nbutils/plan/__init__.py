@@ -142,7 +142,7 @@ def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
     if count := options.get("gpus"):
         gpu = gpu.model_copy(update={"count": count})
     document = read(options.get("profile") or gpu_table.profile_for(gpu))
-    settings = settings_in(options.get("given") or "")
+    settings = settings_in(options.get("given", ""))
     profile = with_overrides(document, {key: (value, "--set") for key, value in settings.items()}).profile
     choices = {key: Choice(options[option], "") for option, key in OPTIONS.items() if options.get(option)}
     if options.get("epochs"):

@@ -278,9 +278,8 @@ def best_option(shape: Shape, recipes: Sequence[Recipe], gpu: GPUSpec) -> Recipe
     """The recipe that `fastest_fitting` chooses for this GPU."""
     settings = []
     for recipe in recipes:
-        speed = tokens_per_second(shape, recipe, gpu)
-        if speed is None:
-            speed = recipe.per_device_train_batch_size * ASSUMED_SPEED[recipe.recompute]
+        assumed = recipe.per_device_train_batch_size * ASSUMED_SPEED[recipe.recompute]
+        speed = tokens_per_second(shape, recipe, gpu) or assumed
         settings.append(Setting(recipe, peak_gib(shape, recipe), speed))
     best: Recipe = fastest_fitting(settings, limit_gib(gpu))
     return best

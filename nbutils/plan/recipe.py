@@ -156,21 +156,6 @@ def schedule(sft: SFT, rows: Rows, processes: int = 1) -> Schedule:
     )
 
 
-def few_steps(sft: SFT, rows: Rows, processes: int = 1) -> str:
-    """A warning if the steps are so large that there are too few of them, with a better size; else empty."""
-    planned = schedule(sft, rows, processes)
-    better = _conversations_per_step(rows, sft.max_length)
-    if sft.max_steps > 0 or planned.steps >= STEPS_PER_EPOCH or planned.examples_per_step < 2 * better:
-        return ""
-    return tr(
-        "a step of {each:,.0f} conversations leaves only {steps} steps, too few to learn much: set "
-        "course.conversations_per_step={better}",
-        each=planned.examples_per_step,
-        steps=planned.steps,
-        better=better,
-    )
-
-
 def _epoch(sft: SFT, rows: Rows, step: int) -> tuple[int, float]:
     """Steps of an epoch, and the conversations in each, for steps of so many rows."""
     whole = rows.packed(sft.max_length) if sft.packing else rows.examples

@@ -157,7 +157,7 @@ print("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", shlex.join([*together, *lesson.argum
 # %% [markdown]
 # ## 几张卡放得下多大的模型
 #
-# 表里是每张卡要用的显存（GiB），括号里是最小要多大的卡（另留 8 % 和 0.5 GiB 余量）。`2 x 8` 指两台机器、每台八张卡。`ddp` 和 `fsdp_qlora` 的模型是 4 bit，`fsdp_lora` 是 16 bit；micro-batch 是一条 2,048 个 token 的样本，打开梯度检查点。这些都是预估。想看其他并行策略，就把名字写进单元格里。`python -m nbutils plan --engine fsdp_qlora --gpus 8 --model Qwen2.5-72B` 还会写明机器要多少内存：每个进程都要先在内存里加载一份 4 bit 模型，所以八张卡训练 72B，启动时要 307 GiB 内存。
+# 表里是每张卡要用的显存（GiB），括号里是最小要多大的卡（另留 8 % 和 0.5 GiB 余量）。`2 x 8` 指两台机器、每台八张卡。`ddp` 和 `fsdp_qlora` 的模型是 4 bit，`fsdp_lora` 是 16 bit；micro-batch 是一条 2,048 个 token 的样本，打开梯度检查点。这些都是预估。想看其他并行策略，就把名字写进单元格里（DeepSpeed 的预估没有那么准）。机器还要有足够的内存：用 `fsdp_qlora` 时每个进程都要先在内存里加载一份 4 bit 模型，所以八张卡训练 72B，启动时要 307 GiB 内存。
 
 # %%
 from nbutils import display
