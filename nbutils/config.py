@@ -316,27 +316,31 @@ def read(name: str) -> Document:
     """The profile of that name with its reasons; all mistakes in it are reported at once."""
     file = Path(name).expanduser()
     if file.suffix not in (".yaml", ".yml") or not file.is_file():
-        require_choice("PROFILE", name, [*names(), "auto", tr("the path of a .yaml file of your own")])
+        own_file = tr("the path of a .yaml file of your own")
+        require_choice("PROFILE", name, [*names(), "auto", own_file])
         file = files.CONFIGS / f"{name}.yaml"
     tree, reasons = _read_yaml(file)
     if isinstance(tree, dict) and "train" in tree:  # a file of the version before
-        tree = with_values({}, former_names.translated(flat(tree), file.name))
-    return Document(_validate(tree, Profile, str(file)), reasons, file.absolute())
+        settings = former_names.translated(flat(tree))
+        tree = with_values({}, settings)
+    profile = _validate(tree, Profile, str(file))
+    return Document(profile, reasons, file.absolute())
 
 
 def with_overrides(document: Document, overrides: Overrides) -> Document:
     """The profile with some values replaced, checked again as a whole."""
-    tree = document.profile.model_dump()
-    overrides = dict(overrides)
-    if epochs := overrides.get("sft.num_train_epochs"):
-        overrides.setdefault("sft.max_steps", (-1, epochs[1]))  # steps would end the run first
-    if overrides.get("quantization.load_in_4bit", (False,))[0] and tree["method"] == "auto":
-        tree["method"] = "qlora"  # whoever asks for 4 bits wants them
-    tree = with_values(tree, {name: value for name, (value, _) in overrides.items()})
+    values = {name: value for name, (value, _) in overrides.items()}
     reasons = {name: reason for name, (_, reason) in overrides.items()}
-    setters = ", ".join(dict.fromkeys(reasons.values()))
-    where = tr("{profile} with {given}", profile=document.file.stem, given=setters)
-    return Document(_validate(tree, Profile, where), document.reasons | reasons, document.file)
+    if "sft.num_train_epochs" in values:
+        values.setdefault("sft.max_steps", -1)  # steps would end the run first
+        reasons.setdefault("sft.max_steps", reasons["sft.num_train_epochs"])
+    if values.get("quantization.load_in_4bit") and document.profile.method == "auto":
+        values.setdefault("method", "qlora")  # whoever asks for 4 bits wants them
+    tree = document.profile.model_dump()
+    tree = with_values(tree, values)
+    where = tr("{profile} with your settings", profile=document.file.stem)
+    profile = _validate(tree, Profile, where)
+    return Document(profile, document.reasons | reasons, document.file)
 
 
 def read_table(name: str, model: type[Entry]) -> dict[str, Entry]:
@@ -362,7 +366,7 @@ def settings_in(text: str) -> dict[str, Any]:
             settings[name] = yaml.load(value, _Loader)
         except Exception:  # as for a file below
             settings[name] = value  # no value of any key: the schema says so, by name and with all other mistakes
-    return former_names.translated(settings, "SET")
+    return former_names.translated(settings)
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
@@ -447,6 +451,7 @@ def _strange_arguments(tree: Mapping[str, Any]) -> Iterator[str]:
 def _did_you_mean(name: str, known: Sequence[str]) -> str:
     """A hint at the name that was probably meant, in whatever block."""
     leaves = {key.rpartition(".")[2]: key for key in known}
-    for near in difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1):
+    leaf = name.rpartition(".")[2]
+    for near in difflib.get_close_matches(leaf, leaves, n=1):
         return tr(", did you mean {name}?", name=leaves[near])
     return ""

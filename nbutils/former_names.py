@@ -5,12 +5,8 @@ Profiles, `SET` and runs of that time are read through this one table; nothing e
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
-
-from nbutils.language import tr
 
 RENAMED = {  # values kept as they are
     "lora.rank": "lora.r",
@@ -62,16 +58,14 @@ DROPPED = "train.shorten"  # without effect any more
 FORMER = (*RENAMED, *CHANGED, BATCH, DROPPED)
 
 
-def translated(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Settings by dotted name, with the names and values of today; said on stderr if it is named where they stand."""
+def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name, with the names and values of today."""
     today: dict[str, Any] = {}
     for name, value in settings.items():
         for new, values in CHANGED.get(name, {}).items():
             today[new] = values.get(str(value), value)
         if name in RENAMED or name not in FORMER:
             today[RENAMED.get(name, name)] = value
-        if where and name in FORMER:
-            _say_once(where)
     if BATCH in settings:
         for name, value in _step(settings).items():
             if name not in settings:
@@ -79,12 +73,6 @@ def translated(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     elif MICRO_BATCH in settings:  # it cut a step of whatever size
         today.setdefault("sft.gradient_accumulation_steps", "auto")
     return today
-
-
-@cache
-def _say_once(where: str) -> None:
-    text = tr("{where} has names of the version before: docs/reference.md lists those of today", where=where)
-    print(text, file=sys.stderr)
 
 
 def _step(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Resolved:
     choices: Choices
     gpu: GPU | None
     as_written: Profile = field(repr=False)  # the profile before any `auto` value was decided
-    reasons: Mapping[str, str] = field(repr=False)
+    reasons: dict[str, str] = field(repr=False)
     rows: Rows | None = None  # those it is settled for
     set_values: dict[str, Any] = field(default_factory=dict)  # what SET replaced in the profile
     begun: Begun = field(default_factory=Begun)  # what a resumed run keeps of its first session
@@ -167,7 +167,11 @@ def keep_begun(resolved: Resolved, fingerprint: Mapping[str, Any], validation_ro
     begun = Begun(validation_rows=validation_rows)
     step = fingerprint.get("rows_per_step")
     if step and step % distributed.world_size() == 0:
-        begun = replace(begun, rows_per_step=step, packing=fingerprint["sft"]["packing"])
+        begun = replace(
+            begun,
+            rows_per_step=step,
+            packing=fingerprint["sft"]["packing"],
+        )
     return replace(resolved, begun=begun)
 
 
@@ -180,12 +184,22 @@ def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
     decided |= _by_plan(apply(as_written, decided), as_written, shape, resolved.gpu, rows)
     profile = apply(as_written, decided)
     reasons = dict(resolved.reasons)
-    reasons |= {name: choice.reason for name, choice in decided.items() if choice.reason}
-    choices = {"profile": resolved.choices["profile"], "model": resolved.choices["model"]}
+    for name, choice in decided.items():
+        if choice.reason:
+            reasons[name] = choice.reason
+    choices = {
+        "profile": resolved.choices["profile"],
+        "model": resolved.choices["model"],
+    }
     settings = flat(profile.model_dump())
     for name, value in settings.items():
         choices[name] = Choice(value, reasons.get(name, ""))
-    return replace(resolved, profile=profile, choices=choices, rows=rows)
+    return replace(
+        resolved,
+        profile=profile,
+        choices=choices,
+        rows=rows,
+    )
 
 
 def _by_machine(as_written: Profile, gpu: GPU | None) -> Choices:

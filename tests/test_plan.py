@@ -183,8 +183,8 @@ def test_the_smallest_setting_needs_less_and_takes_longer_than_the_fastest(name:
 def test_the_choosing_page_has_every_gpu_and_model_and_no_invented_price(folder: str, unknown: str) -> None:
     text = (ROOT / folder / "choosing.md").read_text(encoding="utf-8")  # `make lint` compares it with configs
     blocks = dict(re.findall(r"(?s)<summary><b>(.+?)</b>(?:: |：)(.+?)</details>", text))
-    assert sorted(blocks) == sorted(gpu.name for gpu in gpus.usable())
-    for gpu in gpus.usable():
+    assert sorted(blocks) == sorted(gpu.name for gpu in gpus.every())
+    for gpu in gpus.every():
         assert all(f"\n| {model} |" in blocks[gpu.name] for model in models.known_models()), gpu.name
         priced = re.search(r"[¥$]\d", blocks[gpu.name]) is not None
         assert priced == bool(gpu.yuan or gpu.dollars), gpu.name
@@ -290,7 +290,7 @@ def test_what_is_not_known_is_none_and_what_is_free_costs_nothing() -> None:
 def test_without_a_gpu_the_table_of_all_is_shown(monkeypatch: Patch) -> None:
     monkeypatch.setattr("nbutils.hardware.driver_gpus", list)
     assert "--rows 5000" in CliRunner().invoke(app, ["plan"]).output, "how to learn the hours"
-    names = [gpu.name for gpu in gpus.usable()]
+    names = [gpu.name for gpu in gpus.every()]
     assert names == [row["GPU"] for row in plan.fits_table(names)]
     every = asked()["fits"]
     assert [row["gpu"] for row in every] == names and all(row["fits"] for row in every), "auto takes what fits"

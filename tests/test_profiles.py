@@ -189,11 +189,10 @@ serve: {max_model_len: 512, gpu_memory: 0.3, max_num_seqs: 32}
 """
 
 
-def test_a_profile_of_the_version_before_is_understood_and_one_line_says_so(tmp_path: Path, capsys: Any) -> None:
+def test_a_profile_of_the_version_before_is_understood(tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text(FORMER, encoding="utf-8")
     document = config.read("old.yaml")
-    profile, printed = document.profile, capsys.readouterr().err
-    assert printed.count("\n") == 1 and "old.yaml has names of the version before" in printed
+    profile = document.profile
     assert (profile.lora.r, profile.sft.optim, profile.sft.max_steps) == (8, "adamw_torch_fused", -1)
     assert (profile.sft.per_device_train_batch_size, profile.sft.gradient_accumulation_steps) == (2, 4)
     assert (profile.sft.gradient_checkpointing, profile.sft.activation_offloading) == (True, False)
@@ -205,15 +204,12 @@ def test_of_a_name_that_set_has_twice_the_last_counts() -> None:
         assert config.settings_in(text) == {"lora.r": 16}
 
 
-def test_former_names_in_set_are_understood(capsys: Any) -> None:
-    former_names._say_once.cache_clear()
+def test_former_names_in_set_are_understood() -> None:
     text = "train.learning_rate=1e-4, lora.rank=64, train.gradient_checkpointing=offload, train.max_steps=0"
     assert config.settings_in(text) == {
         "sft.learning_rate": 1e-4, "lora.r": 64, "sft.gradient_checkpointing": True, "sft.activation_offloading": True,
         "sft.max_steps": -1,
     }  # fmt: skip
-    printed = capsys.readouterr().err
-    assert printed.count("\n") == 1 and "SET has names of the version before" in printed
     batch = {"sft.per_device_train_batch_size": "auto", "sft.gradient_accumulation_steps": "auto"}
     assert config.settings_in("train.batch=16") == batch | {"course.conversations_per_step": 16}
     mixed = config.settings_in("train.batch=16, sft.per_device_train_batch_size=2")
@@ -561,7 +557,7 @@ def test_overrides_are_checked_all_at_once() -> None:
     )  # fmt: skip
     text = "course.row=3, sft.per_device_train_batch_size='8', train=2, lora.r=, method.x=3, loar.r=2, "
     text += "lora.target_modules=[a"
-    with refused(" has 7 problem(s):", "tiny with parameter SET has ", *lines):
+    with refused(" has 7 problem(s):", "tiny with your settings has ", *lines):
         resolve("tiny", text=text)
 
 

@@ -19,7 +19,7 @@ from nbutils.plan import gpus as gpu_table
 from nbutils.plan.forecast import RECOMPUTE_MODES, Forecast, assumed_rows, known_shape, of_profile
 from nbutils.plan.gpus import GPUSpec
 from nbutils.plan.memory import Recipe
-from nbutils.plan.recipe import LARGEST_STEP, apply
+from nbutils.plan.recipe import LARGEST_STEP, Choices, apply
 
 RENTED = "RTX 4090"  # the usual rented GPU
 OPTIONS = {  # of the command line, which are values of a profile
@@ -125,7 +125,7 @@ def answer(
     if card:
         forecast = of_options(card, options)
         return forecast.facts(), describe(forecast)
-    forecasts = [of_options(card, options) for card in gpu_table.usable()]
+    forecasts = [of_options(card, options) for card in gpu_table.every()]
     lines = [
         tr("No GPU here, and none named with --gpu: these are GPUs you can rent."),
         display.aligned([_table_row(forecast) for forecast in forecasts]),
@@ -143,8 +143,12 @@ def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
         gpu = gpu.model_copy(update={"count": count})
     document = read(options.get("profile") or gpu_table.profile_for(gpu))
     settings = settings_in(options.get("given", ""))
-    profile = with_overrides(document, {key: (value, "--set") for key, value in settings.items()}).profile
-    choices = {key: Choice(options[option], "") for option, key in OPTIONS.items() if options.get(option)}
+    overrides = {key: (value, "--set") for key, value in settings.items()}
+    profile = with_overrides(document, overrides).profile
+    choices = Choices()
+    for option, key in OPTIONS.items():
+        if options.get(option):
+            choices[key] = Choice(options[option], "")
     if options.get("epochs"):
         choices["sft.max_steps"] = Choice(-1, "")
     if mode := options.get("checkpointing"):
@@ -154,7 +158,8 @@ def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
     profile = apply(profile, choices)
     shape = find_shape(options.get("model") or profile.model)
     rows = assumed_rows(profile, options.get("rows"), options.get("mean_length"))
-    return of_profile(profile, gpu, shape, rows, options.get("engine") or "ddp")
+    strategy = options.get("engine") or "ddp"
+    return of_profile(profile, gpu, shape, rows, strategy)
 
 
 def table_recipe(strategy: str, cards: int) -> Recipe:

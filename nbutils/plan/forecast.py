@@ -288,9 +288,17 @@ def best_option(shape: Shape, recipes: Sequence[Recipe], gpu: GPUSpec) -> Recipe
 def fastest_fitting(settings: Sequence[Setting], limit: float) -> Any:
     """The fastest within a limit in GiB; of nearly equal ones, and if nothing fits, that with the lowest peak."""
     fitting = [setting for setting in settings if setting.peak <= limit]
-    fastest = max((setting.speed for setting in fitting), default=0.0)
-    fast = [setting for setting in fitting if setting.speed >= NEARLY_FASTEST * fastest]
-    return min(fast or settings, key=attrgetter("peak")).value
+    fastest = max(
+        (setting.speed for setting in fitting),
+        default=0.0,
+    )
+    fast_enough = NEARLY_FASTEST * fastest
+    fast = [setting for setting in fitting if setting.speed >= fast_enough]
+    best = min(
+        fast or settings,
+        key=attrgetter("peak"),
+    )
+    return best.value
 
 
 def open_recipes(profile: Profile, as_written: SFT, gpu: GPUSpec, rows: Rows | None, strategy: str) -> list[Recipe]:
@@ -304,8 +312,10 @@ def open_recipes(profile: Profile, as_written: SFT, gpu: GPUSpec, rows: Rows | N
     settings = flat(profile.model_dump(warnings=False))
     settings |= {name: value for name, value in by_gpu.items() if settings[name] == "auto"}
     settings["method"] = distributed.STRATEGIES[strategy] or settings["method"]
-    recipe = replace(_recipe_from_settings(settings), engine=strategy, cards=gpu.count)
+    recipe = _recipe_from_settings(settings)
+    recipe = replace(recipe, engine=strategy, cards=gpu.count)
     if rows and not recipe.packing:
         recipe = replace(recipe, length=round(rows.mean), spread=rows.spread)
     fixed = [name for name in STEP_ARGUMENTS if as_written[name] != "auto"]
-    return candidates(recipe, rows_per_step(profile.sft, gpu.count), gpu, fixed)
+    step_rows = rows_per_step(profile.sft, gpu.count)
+    return candidates(recipe, step_rows, gpu, fixed)

@@ -15,7 +15,6 @@ from nbutils.errors import CourseError
 from nbutils.hardware import BF16_FROM, GPU
 from nbutils.language import tr
 
-OLDEST = (7, 0)  # torch has no kernels for older ones any more
 ASSUMED = (8, 0)  # the capability of a GPU of which only memory is given
 PROFILES = {  # by the GiB of the GPUs they are made for, up to these
     "t4_16gb": 20,
@@ -34,10 +33,7 @@ class Price(NamedTuple):
     dollars: float | None
 
     def __str__(self) -> str:
-        known = []
-        for sign, price in zip("¥$", self, strict=True):
-            if price:
-                known.append(f"{sign}{price:.2f}")
+        known = [f"{sign}{price:.2f}" for sign, price in zip("¥$", self, strict=True) if price]
         if known:
             return tr(" or ").join(known)
         return tr("free") if 0 in self else tr("unknown")
@@ -75,11 +71,6 @@ def every() -> list[GPUSpec]:
     return [entry.model_copy(update={"name": name}) for name, entry in read_table("gpus.yaml", GPUSpec).items()]
 
 
-def usable() -> list[GPUSpec]:
-    """Those that a torch of today computes on."""
-    return [gpu for gpu in every() if gpu.capability >= OLDEST]
-
-
 def find(name: str, vram: float | None = None, tflops: float | None = None, capability: float | None = None) -> GPUSpec:
     """A GPU by its name ("4090", "A100 80GB", "T4 x2"); what is given overrules the table, or stands in for it."""
     changes: dict[str, Any] = {"memory_gib": vram, "tflops": tflops}
@@ -106,12 +97,24 @@ def find(name: str, vram: float | None = None, tflops: float | None = None, capa
 
 def of_machine(gpu: GPU, count: int = 1) -> GPUSpec:
     """The facts of so many GPUs torch has found: memory and capability from torch, the rest from the table."""
-    own = {"memory_gib": gpu.memory_gib, "capability": gpu.capability, "count": count}
-    named = [spec for spec in every() if any(_is_in(word, gpu.name) for word in spec.called)]
+    own = {
+        "memory_gib": gpu.memory_gib,
+        "capability": gpu.capability,
+        "count": count,
+    }
+    named = []
+    for spec in every():
+        if any(_is_in(word, gpu.name) for word in spec.called):
+            named.append(spec)
     if not named or "laptop" in gpu.name.lower():  # those of laptops are others
         return GPUSpec.model_validate(own | {"name": gpu.name})
-    named.sort(key=lambda spec: abs(spec.memory_gib - gpu.memory_gib))
-    longest = max(named, key=lambda spec: max(map(len, spec.called)))  # a 4090 D is called RTX 4090 as well
+    named.sort(
+        key=lambda spec: abs(spec.memory_gib - gpu.memory_gib),
+    )
+    longest = max(
+        named,
+        key=lambda spec: max(map(len, spec.called)),
+    )  # a 4090 D is called RTX 4090 as well
     return longest.model_copy(update=own)
 
 

@@ -141,7 +141,8 @@ def _gathered(shape: Shape, recipe: Recipe) -> list[Term]:
     until the forward pass ends, when layers are not. The embedding is gathered when the head is not.
     """
     number_bytes = recipe.number_bytes
-    head = Term("output head", shape.vocab * shape.hidden * number_bytes)
+    head_weights = shape.vocab * shape.hidden
+    head = Term("output head", head_weights * number_bytes)
     weight = FOUR_BITS if recipe.method == "qlora" else number_bytes
     base = shape.linear_params * weight
     adapters = shape.adapter_params(recipe.r) * number_bytes
@@ -162,7 +163,15 @@ def _trained(shape: Shape, recipe: Recipe) -> dict[str, list[Term]]:
     adapters = [Term("float32 weights", trained * ADAPTER, cards)]
     if recipe.gradient_accumulation_steps > 1:
         adapters.append(Term("gradients", trained * GRADIENT))
-    return {"adapters": adapters, "optimizer": [Term("AdamW's moments", trained * recipe.moment_bytes, cards)]}
+    moments = Term(
+        "AdamW's moments",
+        trained * recipe.moment_bytes,
+        cards,
+    )
+    return {
+        "adapters": adapters,
+        "optimizer": [moments],
+    }
 
 
 def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:

@@ -97,7 +97,8 @@ def step_seconds(shape: Shape, gpu: GPUSpec, length: int, micro_batch: int, time
     tokens = micro_batch * length
     arithmetic = ARITHMETIC * gpu.tflops * 1e12
     bandwidth = BANDWIDTH * gpu.bandwidth * 1e9
-    written = shape.layers * _saved(shape) + LOGIT * shape.vocab
+    written = shape.layers * _saved(shape)
+    written += LOGIT * shape.vocab
     moved = tokens * written * MOVED
     moved += shape.params * (WEIGHT + CAST + 2 * GRADIENT)  # cast for the products, gradients added up
     flops = tokens * flops_per_token(shape, length)

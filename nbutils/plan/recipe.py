@@ -167,7 +167,8 @@ def _conversations_per_step(rows: Rows, max_length: int) -> int:
     """A power of two that leaves about 50 steps in an epoch, up to the largest step."""
     wanted = max(FEWEST, rows.examples / STEPS_PER_EPOCH)
     power = round(math.log2(wanted))
-    most = max(1, int(LARGEST_STEP * max_length / rows.mean))
+    most = int(LARGEST_STEP * max_length / rows.mean)
+    most = max(1, most)
     return min(2**power, most)
 
 
@@ -217,11 +218,7 @@ def _packing(sft: SFT, filled: float, begun: Begun) -> Choice:
     """Whether rows are packed; a step fills so many rows of `max_length` tokens."""
     if begun.packing is not None:
         return _kept(begun.packing)
-    text = tr(
-        "recipe: a step fills {filled:.1f} rows of max_length; from {least} on rows are packed, unless a step is set",
-        filled=filled,
-        least=PACK_FROM,
-    )
+    text = tr("recipe: rows are packed where a step fills several of max_length, unless a step is set")
     return Choice(filled >= PACK_FROM and sft.gradient_accumulation_steps == "auto", text)
 
 
@@ -307,7 +304,8 @@ def _affordable_rows(sft: SFT, rows: Rows, planned: Schedule) -> Choice:
     validations = math.ceil(planned.steps / int(sft.save_steps)) + 1
     budget = SHARE * planned.steps * planned.examples_per_step
     affordable = int(budget / (FORWARD * validations))
-    count = max(LEAST_VALIDATED, min(MOST_VALIDATED, affordable))
+    count = min(MOST_VALIDATED, affordable)
+    count = max(LEAST_VALIDATED, count)
     if rows.held_out is not None:
         count = min(count, rows.held_out)
-    return Choice(count, tr("recipe: validation takes about {share:.0%} of the training time or less", share=SHARE))
+    return Choice(count, tr("recipe: validation takes a small share of the training time"))
