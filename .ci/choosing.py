@@ -9,8 +9,8 @@ from typing import Any
 from nbutils import platforms
 from nbutils.language import joined, tr
 from nbutils.models import known_models
-from nbutils.plan import gpus, of_options, time_text
-from nbutils.plan.forecast import Forecast
+from nbutils.plan import gpus, of_options
+from nbutils.plan.forecast import Forecast, time_text
 from nbutils.plan.gpus import GPUSpec, Price
 from nbutils.plan.memory import Recipe, peak_gib
 from nbutils.plan.speed import tokens_per_second
@@ -45,7 +45,7 @@ def page() -> str:
         tr("## One GPU and all models"),
         tr("Open your GPU. The rows are the same; a setting is the micro-batch and gradient checkpointing (off, on, or "
            "offload to RAM)."),
-        *map(_by_gpu, sorted(gpus.usable(), key=lambda gpu: gpu.memory_gib)),
+        *map(_by_gpu, sorted(gpus.every(), key=lambda gpu: gpu.memory_gib)),
         tr("## Which platform?"),
         tr("GPUs that a platform is known to offer, with the price of an hour where it is known; how long a machine "
            "lives at most; the folders it keeps afterwards. – is unknown or without limit."),
@@ -101,7 +101,7 @@ def _by_platform() -> str:
     lines = []
     for name, entry in platforms.table().items():
         offered = []
-        for gpu in gpus.usable():
+        for gpu in gpus.every():
             if name in gpu.platforms:
                 price = Price(gpu.yuan, None) if entry.china else Price(None, gpu.dollars)
                 offered.append(f"{gpu.name} {price}" if name in gpu.price_from.lower() else gpu.name)

@@ -70,7 +70,20 @@ def fact_names(facts: dict[str, Any]) -> Iterator[str]:
 
 def texts_in_data() -> set[str]:
     """English texts that reach `tr` from elsewhere: from YAML files, or because facts.json has them in English."""
-    from nbutils import cli, config, diagnose, display, hardware, parity, plan, platforms, served_model, watch
+    from nbutils import (
+        cli,
+        config,
+        diagnose,
+        display,
+        distributed,
+        hardware,
+        parity,
+        plan,
+        platforms,
+        profiles,
+        served_model,
+        watch,
+    )
     from nbutils.data import build
     from nbutils.data import texts as data_texts
     from nbutils.evaluation import comparison, evaluator
@@ -79,7 +92,6 @@ def texts_in_data() -> set[str]:
     from nbutils.models import find_shape
     from nbutils.plan import gpus
     from nbutils.plan.memory import terms
-    from nbutils.plan.strategies import table_recipe
     from nbutils.serving import engine, server
 
     symptoms = [entry for part in diagnose.symptoms().values() for entry in part.values()]
@@ -87,11 +99,11 @@ def texts_in_data() -> set[str]:
     for one in platforms.table().values():
         texts |= {one.limits, one.gpu_todo, one.hub_todo, one.keep_todo, *one.keep.values()}
     texts |= {text for name in config.names() for text in config.read(name).reasons.values()}
-    texts |= {text for gpu in gpus.every() for text in (gpu.note, gpu.price_from)}
+    texts |= {text for gpu in gpus.every() for text in (gpu.note, gpu.price_from)} | {*profiles.ORIGINS.values()}
     forecast = plan.of_options(gpus.find("T4"), {})
     texts |= {*forecast.parts, *forecast.disk_gib, *plan.fits_table(["T4"])[0]}
-    for name, model in product(plan.STRATEGIES, ("tiny", "Qwen2.5-72B")):
-        made = terms(find_shape(model), table_recipe(name, 2))
+    for name, model in product(distributed.STRATEGIES, ("tiny", "Qwen2.5-72B")):
+        made = terms(find_shape(model), plan.table_recipe(name, 2))
         texts |= {*made, *(one.name for summands in made.values() for one in summands)}
     texts -= {"", "GPU", "GiB", "tokens/s", "logits"}  # those are the same in Chinese
     texts |= {*get_args(data_texts.Kind), *data_texts.TODOS.values(), *build.LANGUAGES}

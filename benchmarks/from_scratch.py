@@ -54,7 +54,6 @@ def shown(one: plan.Pretraining) -> dict[str, Any]:
         "tokens_per_second": rate and round(rate), "hours_per_billion_tokens": rate and round(BILLION / rate / 3600, 2),
         "peak_gib": round(one.peak_gib, 3), "parts": {part: round(size, 3) for part, size in one.parts.items()},
         "per_device_train_batch_size": one.per_device_train_batch_size,
-        "gradient_checkpointing": one.gradient_checkpointing,
     }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from nbutils import files
-from nbutils.profiles import known_models
+from nbutils.models import known_models
 
 
 def make(name: str, folder: Path) -> None:

@@ -13,7 +13,7 @@ import click
 from click import argument, option
 
 # the other rooms load numpy
-from nbutils import checkpoints, course, display, doctor, hardware, install, plan, record, sharing
+from nbutils import checkpoints, course, display, distributed, doctor, hardware, install, plan, record, sharing
 from nbutils.errors import CourseError
 from nbutils.language import print_whatever, printable, tr
 
@@ -258,7 +258,9 @@ def check_data(
 @option("--length", type=click.IntRange(16), help="Tokens of a row; default: the profile's.")
 @option("--rank", type=COUNT, help="Rank of the adapter; default: the profile's.")
 @option("--gpus", type=COUNT, help="How many GPUs share the batch.")
-@option("--engine", type=click.Choice(list(plan.STRATEGIES)), help="What they share; default: ddp, the batch alone.")
+@option(
+    "--engine", type=click.Choice(list(distributed.STRATEGIES)), help="What they share; default: ddp, the batch alone."
+)
 @option("--rows", type=COUNT, help="Rows of your data.")
 @option("--mean-length", type=AMOUNT, help="Mean tokens of a row.")
 @option("--epochs", type=AMOUNT, help="Default: the profile's.")
@@ -269,7 +271,7 @@ def check_data(
 @json_option
 def forecast(as_json: bool, settings: Words, **options: Any) -> None:
     """Forecast memory, speed, time and cost of a training before anything is downloaded."""
-    data, text = plan.answer(given=", ".join(settings) or None, **options)
+    data, text = plan.answer(given=", ".join(settings), **options)
     _print_result(as_json, data, text)
 
 

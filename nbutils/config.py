@@ -16,13 +16,13 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nbutils import files, former_names
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, require_choice
 from nbutils.language import tr
 
 Text = Annotated[str, Field(min_length=1)]
@@ -38,13 +38,6 @@ CLASSES = {  # whose keyword arguments a block holds: any of them may be added t
     "lora": "peft.LoraConfig", "quantization": "transformers.BitsAndBytesConfig", "sft": "trl.SFTConfig",
     "vllm": "vllm serve",
 }  # fmt: skip
-VLLM_FLAGS = (  # by name: vLLM is installed in an environment of its own, so its class cannot be asked here
-    "async_scheduling", "attention_backend", "block_size", "chat_template", "compilation_config", "cpu_offload_gb",
-    "data_parallel_size", "dtype", "enable_auto_tool_choice", "enable_chunked_prefill", "enable_expert_parallel",
-    "enable_prefix_caching", "enforce_eager", "generation_config", "kv_cache_dtype", "load_format",
-    "max_num_batched_tokens", "override_generation_config", "pipeline_parallel_size", "port", "quantization",
-    "reasoning_parser", "seed", "speculative_config", "tensor_parallel_size", "tool_call_parser",
-)  # fmt: skip
 DECIDES = {  # keyword arguments that the lessons give, by what decides them
     "from_pretrained.dtype": (
         "sft.bf16", "sft.fp16", "quantization.bnb_4bit_compute_dtype", "quantization.bnb_4bit_quant_storage",
@@ -189,34 +182,31 @@ class Profile(Strict):
     @model_validator(mode="after")
     def check_pairs(self) -> Profile:
         """No two values that cannot go together."""
-        if contradictions := list(self._contradictions()):
-            raise ValueError(*contradictions)
-        return self
-
-    def _contradictions(self) -> Iterator[str]:
         sft = self.sft
-        load = self.from_pretrained
         if self.method != "auto" and self.quantization.load_in_4bit != (self.method == "qlora"):
-            yield tr("method, quantization.load_in_4bit: qlora takes true, lora takes false; change both")
-        if sft.num_train_epochs == 0 and sft.max_steps <= 0:
-            yield tr("sft.num_train_epochs, sft.max_steps: neither is above 0, set one of them")
+            raise ValueError(tr("method, quantization.load_in_4bit: qlora takes true, lora takes false; change both"))
         if sft.max_length > self.vllm.max_model_len:
-            yield tr("sft.max_length, vllm.max_model_len: the server would refuse the longest rows trained on")
-        if load.dtype == "float32" and load.attn_implementation in ("flash_attention_2", "varlen"):
-            yield tr("from_pretrained: FlashAttention needs 16 bits; for float32 choose sdpa as attn_implementation")
+            raise ValueError(
+                tr("sft.max_length, vllm.max_model_len: the server would refuse the longest rows trained on")
+            )
         if sft.activation_offloading is True and sft.gradient_checkpointing is False:
-            yield tr("sft.activation_offloading: it needs gradient_checkpointing; set that to true as well")
+            raise ValueError(tr("sft.activation_offloading: it needs gradient_checkpointing; set that to true as well"))
         if sft.per_device_train_batch_size == "auto" and sft.gradient_accumulation_steps != "auto":
-            yield tr(
-                "sft.gradient_accumulation_steps: set per_device_train_batch_size too, or leave both auto and set "
-                "course.conversations_per_step"
+            raise ValueError(
+                tr(
+                    "sft.gradient_accumulation_steps: set per_device_train_batch_size too, or leave both auto and set "
+                    "course.conversations_per_step"
+                )
             )
         step = self.course.conversations_per_step
         if "auto" not in (step, sft.per_device_train_batch_size, sft.gradient_accumulation_steps):
-            yield tr(
-                "course.conversations_per_step: per_device_train_batch_size and gradient_accumulation_steps decide "
-                "how large a step is; leave it, or one of them, auto"
+            raise ValueError(
+                tr(
+                    "course.conversations_per_step: per_device_train_batch_size and gradient_accumulation_steps decide "
+                    "how large a step is; leave it, or one of them, auto"
+                )
             )
+        return self
 
 
 def _problem_with(name: str, value: Any) -> str:
@@ -228,37 +218,23 @@ def _problem_with(name: str, value: Any) -> str:
     changes_base = argument == "init_lora_weights" and str(value).lower() not in BASE_KEEPING_INITS
     if changes_base or (argument in UNMERGEABLE and value):
         return tr("lesson 04 could not merge such an adapter")
+    if block == "vllm":
+        return ""  # it has an environment of its own, and refuses what it does not know
     known = arguments_of(owner)
     if known and argument not in known:
         hint = _did_you_mean(name, [f"{block}.{other}" for other in known])
         return tr("no argument of {owner} that a profile takes", owner=owner) + hint
-    return _wrong_value(owner, argument, value) if known and block != "vllm" else ""
-
-
-def _wrong_value(owner: str, argument: str, value: Any) -> str:
-    """Why a value is none of those that a class declares for an argument; empty if it is one, or none are declared."""
-    declared = get_type_hints(_named(owner)).get(argument, Any)
-    try:
-        TypeAdapter(declared, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
-    except ValidationError as problem:
-        return tr("{wanted}, not {seen}", wanted=problem.errors()[0]["msg"], seen=reprlib.repr(value))
     return ""
 
 
 def arguments_of(owner: str) -> list[str]:
     """The keyword arguments of a class, by its dotted name; none where its library is not installed."""
-    if owner == CLASSES["vllm"]:
-        return [*Vllm.model_fields, *VLLM_FLAGS]
+    module, _, name = owner.rpartition(".")
     try:
-        return list(inspect.signature(_named(owner)).parameters)
+        library_class = getattr(importlib.import_module(module), name)
     except ImportError:
         return []
-
-
-def _named(owner: str) -> Any:
-    """The class with that dotted name."""
-    module, _, name = owner.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    return list(inspect.signature(library_class).parameters)
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,36 +248,30 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     return leaves
 
 
-def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """{dotted name: value} as blocks again."""
-    tree: dict[str, Any] = {}
+def with_values(tree: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree, with these values in its blocks, by dotted name; nothing is checked."""
     for name, value in settings.items():
         block, _, key = name.rpartition(".")
-        place = tree.setdefault(block, {}) if block else tree
+        place = tree.get(block) if block else tree
+        if not isinstance(place, dict):
+            place = tree[block] = {}
         place[key] = value
     return tree
 
 
 def shown(value: Any) -> str:
     """A value as the YAML writes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return str(value) or '""'
+    if isinstance(value, str) and value:
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def keys(model: type[BaseModel] = Profile) -> list[str]:
     """Every dotted name of a profile, or of another model, in the order of the YAML."""
     names = []
     for name, field in model.model_fields.items():
-        block = field.annotation
-        if inspect.isclass(block) and issubclass(block, BaseModel):
-            names += [f"{name}.{key}" for key in block.model_fields]
-        else:
-            names.append(name)
+        block = getattr(field.annotation, "model_fields", ())
+        names += [f"{name}.{key}" for key in block] or [name]
     return names
 
 
@@ -346,51 +316,30 @@ def read(name: str) -> Document:
     """The profile of that name with its reasons; all mistakes in it are reported at once."""
     file = Path(name).expanduser()
     if file.suffix not in (".yaml", ".yml") or not file.is_file():
+        own_file = tr("the path of a .yaml file of your own")
+        require_choice("PROFILE", name, [*names(), "auto", own_file])
         file = files.CONFIGS / f"{name}.yaml"
-        if name not in names():
-            raise CourseError(
-                tr(
-                    "There is no profile {name!r}{hint}",
-                    name=name,
-                    hint=_did_you_mean(Path(name).stem.lower(), names()) or ".",
-                ),
-                allowed=tr("auto, {names}, or the path of a .yaml file of your own", names=", ".join(names())),
-                todo=tr("Set PROFILE to one of these, or copy one of them and change it."),
-            )
     tree, reasons = _read_yaml(file)
     if isinstance(tree, dict) and "train" in tree:  # a file of the version before
-        tree = nested(former_names.translated(flat(tree), file.name))
-        reasons = {former_names.TODAY.get(old, old): reason for old, reason in reasons.items()}
-    return Document(_validate(tree, Profile, str(file)), reasons, file.absolute())
+        settings = former_names.translated(flat(tree))
+        tree = with_values({}, settings)
+    profile = _validate(tree, Profile, str(file))
+    return Document(profile, reasons, file.absolute())
 
 
 def with_overrides(document: Document, overrides: Overrides) -> Document:
     """The profile with some values replaced, checked again as a whole."""
-    tree = document.profile.model_dump()
-    problems = []
-    for name, (value, _) in overrides.items():
-        block, _, argument = name.rpartition(".")
-        if name in ("model", "about"):
-            problems.append(tr("{name}: is not set this way; MODEL names the model", name=name))
-        elif block in CLASSES or name in keys():
-            place = tree[block] if block else tree
-            place[argument] = value
-        else:
-            problems.append(f"{name}: {tr('unknown key')}{_did_you_mean(name, keys())}")
-    if "quantization.load_in_4bit" in overrides and tree["quantization"]["load_in_4bit"] and tree["method"] == "auto":
-        tree["method"] = "qlora"  # whoever asks for 4 bits wants them
-    steps = tree["sft"]["max_steps"]
-    if "sft.num_train_epochs" in overrides and "sft.max_steps" not in overrides and steps > 0:
-        problems.append(
-            tr(
-                "sft.num_train_epochs: sft.max_steps is {steps} and ends the run first; set sft.max_steps=-1 too",
-                steps=steps,
-            )
-        )
+    values = {name: value for name, (value, _) in overrides.items()}
     reasons = {name: reason for name, (_, reason) in overrides.items()}
-    setters = ", ".join(dict.fromkeys(reasons.values()))
-    where = tr("{profile} with {given}", profile=document.file.stem, given=setters)
-    profile = _validate(tree, Profile, where, problems)
+    if "sft.num_train_epochs" in values:
+        values.setdefault("sft.max_steps", -1)  # steps would end the run first
+        reasons.setdefault("sft.max_steps", reasons["sft.num_train_epochs"])
+    if values.get("quantization.load_in_4bit") and document.profile.method == "auto":
+        values.setdefault("method", "qlora")  # whoever asks for 4 bits wants them
+    tree = document.profile.model_dump()
+    tree = with_values(tree, values)
+    where = tr("{profile} with your settings", profile=document.file.stem)
+    profile = _validate(tree, Profile, where)
     return Document(profile, document.reasons | reasons, document.file)
 
 
@@ -417,7 +366,7 @@ def settings_in(text: str) -> dict[str, Any]:
             settings[name] = yaml.load(value, _Loader)
         except Exception:  # as for a file below
             settings[name] = value  # no value of any key: the schema says so, by name and with all other mistakes
-    return former_names.translated(settings, "SET")
+    return former_names.translated(settings)
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
@@ -448,9 +397,9 @@ def _parse(text: str) -> tuple[Any, dict[str, str]]:
     return yaml.load(text, _Loader), reasons
 
 
-def _validate(tree: Any, model: type[Entry], where: str, problems: Sequence[str] = ()) -> Entry:
+def _validate(tree: Any, model: type[Entry], where: str) -> Entry:
     """The tree as a model, or all its mistakes at once by dotted name; pairs are checked once the rest is right."""
-    problems = list(problems)
+    problems = []
     try:
         entry = model.model_validate(tree)
     except ValidationError as error:
@@ -470,8 +419,8 @@ def _problems(error: ValidationError, known: Sequence[str]) -> list[str]:
     """What pydantic found, a line for each name."""
     by_name: dict[str, list[str]] = {}
     for item in error.errors(include_url=False):
-        if item["type"] == "value_error":  # of pairs, which are checked only where nothing else is wrong
-            return list(item["ctx"]["error"].args)
+        if item["type"] == "value_error":  # of a pair, which is checked only where nothing else is wrong
+            return [str(item["ctx"]["error"])]
         name = ".".join(map(str, item["loc"][:2])) or tr("the file")  # deeper are the types of a union
         kind = item["type"]
         if kind == "missing":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from nbutils import config, hardware, install, models, platforms
+from nbutils import config, install, models, platforms
 from nbutils.data import read
 from nbutils.errors import CourseError, DownloadFailed
 from nbutils.language import tr
@@ -65,8 +65,8 @@ def _prepare_network(platform: Platform, probe: bool) -> None:
 
 
 def profile_here() -> str:
-    """What PROFILE auto chooses for the GPU that the driver lists."""
-    if gpu := hardware.driver_gpu():
+    """What PROFILE auto chooses for the GPU of this machine."""
+    if gpu := gpus.of_this_machine():
         return gpus.profile_for(gpu)
     profiles = [f"{name} ({config.load(name).model})" for name in ("laptop", *gpus.PROFILES)]
     raise CourseError(

@@ -5,12 +5,8 @@ Profiles, `SET` and runs of that time are read through this one table; nothing e
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
-
-from nbutils.language import joined, tr
 
 RENAMED = {  # values kept as they are
     "lora.rank": "lora.r",
@@ -59,17 +55,16 @@ CHANGED: dict[str, dict[str, dict[str, Any]]] = {  # what some values are today;
 BATCH = "train.batch"
 MICRO_BATCH = "train.micro_batch"
 DROPPED = "train.shorten"  # without effect any more
-TODAY = RENAMED | {old: next(iter(names)) for old, names in CHANGED.items()} | {BATCH: "course.conversations_per_step"}
-MOST_TOLD = 6  # names in one line
+FORMER = (*RENAMED, *CHANGED, BATCH, DROPPED)
 
 
-def translated(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Settings by dotted name, with the names and values of today; said on stderr if it is named where they stand."""
+def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name, with the names and values of today."""
     today: dict[str, Any] = {}
     for name, value in settings.items():
         for new, values in CHANGED.get(name, {}).items():
             today[new] = values.get(str(value), value)
-        if name not in (*CHANGED, BATCH, DROPPED):
+        if name in RENAMED or name not in FORMER:
             today[RENAMED.get(name, name)] = value
     if BATCH in settings:
         for name, value in _step(settings).items():
@@ -77,16 +72,7 @@ def translated(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
                 today[name] = value
     elif MICRO_BATCH in settings:  # it cut a step of whatever size
         today.setdefault("sft.gradient_accumulation_steps", "auto")
-    former = [name for name in settings if name in TODAY]
-    if where and former:
-        texts = [tr("{old} is now {new}", old=name, new=TODAY[name]) for name in former[:MOST_TOLD]]
-        _say_once(where, joined(texts, ";"))
     return today
-
-
-@cache
-def _say_once(where: str, names: str) -> None:
-    print(tr("{where}: {names}; all new names: docs/reference.md", where=where, names=names), file=sys.stderr)
 
 
 def _step(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,16 +96,6 @@ def driver_gpus() -> list[str]:
     return [line.split(": ")[1].removesuffix(" (UUID") for line in lines if line.startswith("GPU ")]
 
 
-def driver_gpu() -> GPU | None:
-    """The first GPU as the driver tells it, without torch; None where there is none."""
-    output = ask_driver("--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits")
-    gpus = re.findall(r"^(.+), (\d+)\.(\d+), (\d+)$", output, re.MULTILINE)
-    if not gpus:
-        return None
-    name, major, minor, mebibytes = gpus[0]
-    return GPU(name, (int(major), int(minor)), int(mebibytes) / 1024, count=len(gpus))
-
-
 def ask_driver(*words: str) -> str:
     """What nvidia-smi says; empty where there is none, or where it does not answer."""
     try:

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from nbutils import checkpoints, display, distributed, hardware, install, notices, platforms, profiles, record
+from nbutils import checkpoints, display, distributed, hardware, install, models, notices, platforms, profiles, record
 from nbutils.config import Overrides, flat, settings_in, settings_text
 from nbutils.errors import CourseError, Unfinished
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
@@ -104,8 +104,6 @@ class Lesson(Machine):
         fitted = replace(self, resolved=self.fitted(rows))
         processes = distributed.world_size()
         print(tr("recipe    {schedule}", schedule=profiles.schedule(fitted.profile.sft, rows, processes)))
-        if warning := profiles.few_steps(fitted.profile, self.resolved.as_written, rows, processes):
-            print(f"[WARN] {warning}")
         return fitted
 
     def fitted(self, rows: profiles.Rows) -> Resolved:
@@ -275,7 +273,7 @@ def begin(stem: str, namespace: Facts) -> Lesson:
     print(tr("profile   {name}: {reason}", name=resolved.name, reason=resolved.choices["profile"].reason))
     print(tr("model     {model}", model=resolved.model))
     print(tr("run       {folder}", folder=run.path))
-    if values.get("DATA") and profiles.is_tiny(resolved.model):
+    if values.get("DATA") and models.is_tiny(resolved.model):
         print(tr('[WARN] the tiny model learns only its sample task: PROFILE "laptop" is for rows of your own'))
     if distributed.strategy():
         strategy = distributed.strategy_name(str(resolved.profile.method))
@@ -456,7 +454,7 @@ def _run_name(parameters: RunParameters, profile: str) -> str:
 
 def _require_gpu_for(profile: str, run: RunFolder) -> None:
     """Refuse to begin a training that would take days on a CPU; a run begun elsewhere may be merged and served here."""
-    known = profiles.known_models().get(profiles.load(profile).model)
+    known = models.known_models().get(profiles.load(profile).model)
     if known and known.billions > LARGEST_ON_CPU and not run.facts.exists():
         raise CourseError(
             tr(
@@ -546,7 +544,7 @@ def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
     facts = record.load_facts(run.facts)
     foreign = []
     model = facts.model
-    is_known = not model or profiles.is_tiny(model) or profiles.course_model(model)
+    is_known = not model or models.is_tiny(model) or models.course_model(model)
     if not is_known and model != parameters.model:
         foreign.append(f"MODEL = {model!r}")
     profile = facts.profile_source

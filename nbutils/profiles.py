@@ -11,31 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import config, distributed, hardware, models
-from nbutils.config import Document, Overrides, Profile, flat, keys, load, names, shown
+from nbutils.config import SFT, Document, Overrides, Profile, flat, load, names
 from nbutils.errors import CourseError
 from nbutils.hardware import GPU, Choice
 from nbutils.language import joined, tr
-from nbutils.models import Shape, course_model, is_tiny, known_models, model_folder
+from nbutils.models import Shape
 from nbutils.plan import gpus
 from nbutils.plan.forecast import STEP_ARGUMENTS, best_option, known_shape, open_recipes
 from nbutils.plan.memory import Recipe, limit_gib, peak_gib
-from nbutils.plan.recipe import Begun, Choices, Rows, apply, choose, few_steps, rows_per_step, schedule
+from nbutils.plan.recipe import Begun, Choices, Rows, apply, choose, rows_per_step, schedule
 from nbutils.platforms import Platform, folders
 
-__all__ = ["Rows", "course_model", "few_steps", "is_tiny", "known_models", "load", "model_folder", "names", "schedule"]
+__all__ = ["Rows", "load", "names", "schedule"]
 
 CPU_ROWS = 2  # packed rows at a time
 CPU_TOKENS = 512  # or tokens, as attention grows with their square on a CPU
-NEED_BFLOAT16 = {
-    "from_pretrained.dtype=bfloat16",
-    "from_pretrained.attn_implementation=flash_attention_2",
-    "from_pretrained.attn_implementation=varlen",
-}
-NEED_GPU = {
-    *NEED_BFLOAT16,
-    "from_pretrained.dtype=float16",
-    "sft.use_liger_kernel=true",
-    "sft.activation_offloading=true",
+NEED_BFLOAT16 = {"bfloat16", "flash_attention_2", "varlen"}
+ORIGINS = {  # of a model, for its reason
+    "folder": "",
+    "cache": ", from the cache",
+    "network": ", from the network",
+    "modelscope": ", from ModelScope",
+    "package": ", from the package, which rounded its weights to 4 bits",
 }
 
 
@@ -55,7 +52,7 @@ class Resolved:
     choices: Choices
     gpu: GPU | None
     as_written: Profile = field(repr=False)  # the profile before any `auto` value was decided
-    reasons: Mapping[str, str] = field(repr=False)
+    reasons: dict[str, str] = field(repr=False)
     rows: Rows | None = None  # those it is settled for
     set_values: dict[str, Any] = field(default_factory=dict)  # what SET replaced in the profile
     begun: Begun = field(default_factory=Begun)  # what a resumed run keeps of its first session
@@ -86,10 +83,9 @@ def resolve(
         model_name = "tiny"
         meant = models.meant(model_name)
         source = "folder"
-    reasons = dict.fromkeys(keys(), tr("set in {file}", file=document.file.name))
-    reasons |= {key: tr(text) for key, text in document.reasons.items()}
-    why = tr("parameter MODEL") if model else reasons["model"]
-    reasons["model"] = joined([f"{meant.reason}{_origin(source)}", why], ";")
+    reasons = {key: tr(text) for key, text in document.reasons.items()}
+    why = tr("parameter MODEL") if model else reasons.get("model", document.file.name)
+    reasons["model"] = joined([f"{meant.reason}{tr(ORIGINS[source])}", why], ";")
     value = meant.value
     if source == "package":  # what transformers cannot download itself is a folder
         value = models.from_package(places.work)
@@ -136,23 +132,11 @@ def _bundled_instead(chosen: Choice, model: str, named: bool) -> Choice:
     return Choice("tiny", text)
 
 
-def _origin(source: str) -> str:
-    """Where a model comes from, for its reason."""
-    origins = {
-        "folder": "",
-        "cache": tr(", from the cache"),
-        "network": tr(", from the network"),
-        "modelscope": tr(", from ModelScope"),
-        "package": tr(", from the package, which rounded its weights to 4 bits"),
-    }
-    return origins[source]
-
-
 def _choose_profile(profile: str, model: str, gpu: GPU | None, platform: Platform) -> Choice:
     """The profile that is named, or what `auto` takes here."""
     if profile != "auto":
         return Choice(profile, tr("parameter PROFILE"))
-    if gpu is None or is_tiny(model):
+    if gpu is None or models.is_tiny(model):
         text = tr(
             "auto: the bundled tiny model, as it is named or there is no GPU ({platform})", platform=platform.name
         )
@@ -162,20 +146,14 @@ def _choose_profile(profile: str, model: str, gpu: GPU | None, platform: Platfor
 
 
 def _read(name: str, overrides: Callable[[str], Overrides], gpu: GPU | None) -> Document:
-    """The profile of that name with what replaces its values; refused where this machine does not support them."""
+    """The profile of that name with what replaces its values; refused where this GPU does not support them."""
     document = config.read(name)
     document = config.with_overrides(document, overrides(document.file.stem))
-    if gpu and gpu.capability >= hardware.BF16_FROM:
-        return document
-    settings = flat(document.profile.model_dump())
-    values = {f"{name}={shown(value)}" for name, value in settings.items()}
-    if problems := sorted(values & (NEED_BFLOAT16 if gpu else NEED_GPU)):
+    load = document.profile.from_pretrained
+    too_new = NEED_BFLOAT16.intersection([load.dtype, load.attn_implementation])
+    if gpu and gpu.capability < hardware.BF16_FROM and too_new:
         raise CourseError(
-            tr(
-                "This machine ({gpu}) does not support {problems}.",
-                gpu=gpu or tr("no GPU"),
-                problems=joined(problems),
-            ),
+            tr("{gpu} does not support {values}.", gpu=gpu, values=joined(sorted(too_new))),
             todo=tr("Set them to auto, in SET or in a copy of the profile, or use another machine."),
         )
     return document
@@ -189,10 +167,10 @@ def keep_begun(resolved: Resolved, fingerprint: Mapping[str, Any], validation_ro
     begun = Begun(validation_rows=validation_rows)
     step = fingerprint.get("rows_per_step")
     if step and step % distributed.world_size() == 0:
-        begun = Begun(
+        begun = replace(
+            begun,
             rows_per_step=step,
             packing=fingerprint["sft"]["packing"],
-            validation_rows=validation_rows,
         )
     return replace(resolved, begun=begun)
 
@@ -206,8 +184,13 @@ def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
     decided |= _by_plan(apply(as_written, decided), as_written, shape, resolved.gpu, rows)
     profile = apply(as_written, decided)
     reasons = dict(resolved.reasons)
-    reasons |= {name: choice.reason for name, choice in decided.items() if choice.reason}
-    choices = {"profile": resolved.choices["profile"], "model": resolved.choices["model"]}
+    for name, choice in decided.items():
+        if choice.reason:
+            reasons[name] = choice.reason
+    choices = {
+        "profile": resolved.choices["profile"],
+        "model": resolved.choices["model"],
+    }
     settings = flat(profile.model_dump())
     for name, value in settings.items():
         choices[name] = Choice(value, reasons.get(name, ""))
@@ -244,22 +227,8 @@ def _by_plan(profile: Profile, as_written: Profile, shape: Shape | None, gpu: GP
     names = [name for name in STEP_ARGUMENTS if as_written.sft[name] == "auto"]
     if not names:
         return {}
-    sft = profile.sft
     processes = distributed.world_size()
-    step = rows_per_step(sft, processes)
-    size = int(sft.per_device_train_batch_size)  # one row, unless the profile names it
-    if gpu is None:
-        if "per_device_train_batch_size" in names:
-            most = CPU_ROWS
-            if rows and not sft.packing:
-                most = max(1, int(CPU_TOKENS / rows.mean))
-            size = distributed.micro_batch_for(step, most, processes)
-        recipe = Recipe(per_device_train_batch_size=size, gradient_checkpointing=False)
-        reason = tr("plan: without a GPU, few tokens at a time and no recomputing")
-    elif shape is None:
-        recipe = Recipe(per_device_train_batch_size=size)
-        reason = tr("plan: the size of this model is not known before its download, so the safest value")
-    else:
+    if gpu and shape:
         spec = gpus.of_machine(gpu, processes)
         strategy = distributed.strategy_name(str(profile.method))
         recipe = best_option(shape, open_recipes(profile, as_written.sft, spec, rows, strategy), spec)
@@ -271,6 +240,21 @@ def _by_plan(profile: Profile, as_written: Profile, shape: Shape | None, gpu: GP
             peak=peak,
             limit=limit,
         )
-    accumulation = step // processes // recipe.per_device_train_batch_size
-    recipe = replace(recipe, gradient_accumulation_steps=accumulation)
+    else:
+        step = rows_per_step(profile.sft, processes)
+        size = int(profile.sft.per_device_train_batch_size)  # one row, unless the profile names it
+        if gpu is None and "per_device_train_batch_size" in names:
+            size = distributed.micro_batch_for(step, _most_rows_on_cpu(profile.sft, rows), processes)
+        recipe = Recipe(
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=step // processes // size,
+            gradient_checkpointing=gpu is not None,
+        )
+        reason = tr("plan: there is no GPU, or the size of this model is not known before its download: a safe value")
     return {f"sft.{name}": Choice(getattr(recipe, name), reason) for name in names}
+
+
+def _most_rows_on_cpu(sft: SFT, rows: Rows | None) -> int:
+    if rows and not sft.packing:
+        return max(1, int(CPU_TOKENS / rows.mean))
+    return CPU_ROWS

@@ -173,15 +173,14 @@ print("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", shlex.join([*together, *lesson.argum
 #
 # GiB of each card, and in brackets the smallest cards that have them and 8 % + 0.5 GiB to spare. `2 x 8` is two machines with
 # eight cards. `ddp` and `fsdp_qlora` have the model in 4 bits, `fsdp_lora` in 16; a micro-batch is one row of 2,048 tokens, with gradient
-# checkpointing. These are forecasts. Put the other engines into the cell to see them. `python -m nbutils plan
-# --engine fsdp_qlora --gpus 8 --model Qwen2.5-72B` also says how much RAM a machine needs: each process loads the 4-bit model for
-# itself, so a 72B on eight cards takes 307 GiB of RAM while it starts.
+# checkpointing. These are forecasts. Put the other engines into the cell to see them (those of DeepSpeed are less exact). A machine
+# also needs RAM: with `fsdp_qlora` each process loads the 4-bit model for itself, so a 72B on eight cards takes 307 GiB while it
+# starts.
 
 # %%
 from nbutils import display
 from nbutils.models import find_shape
 from nbutils.plan import gpus, memory
-from nbutils.plan.strategies import table_recipe
 
 cards = {141: "H200", 80: "A100-80GB", 48: "L40S", 24: "RTX 4090", 16: "T4"}
 limits = {size: memory.limit_gib(gpus.find(name)) for size, name in cards.items()}
@@ -190,7 +189,7 @@ for model in ("Qwen2.5-14B", "Qwen2.5-32B", "Qwen2.5-72B"):
     for machines, each in [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8)]:
         row = {"model": model, "cards": f"{machines} x {each}" if machines > 1 else each}
         for name in ("ddp", "fsdp_qlora", "fsdp_lora"):
-            gib = memory.peak_gib(find_shape(model), table_recipe(name, machines * each))
+            gib = memory.peak_gib(find_shape(model), plan.table_recipe(name, machines * each))
             row[name] = f"{gib:.1f} (none)"
             for size, limit in limits.items():
                 if gib <= limit:
@@ -206,7 +205,7 @@ print(display.aligned(table))
 # %%
 from nbutils.language import tr
 
-shape, recipe = find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4)
+shape, recipe = find_shape("Qwen2.5-72B"), plan.table_recipe("fsdp_qlora", 4)
 for part, size in memory.parts(shape, recipe).items():
     print(f"{size:6.2f} GiB  {tr(part)}")
     for term in memory.terms(shape, recipe).get(part, []):

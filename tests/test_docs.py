@@ -29,7 +29,7 @@ PATH = re.compile(
 )
 FILES = (".jsonl", ".log", ".py", ".yaml")
 GROUPS = "lora|quantization|from_pretrained|sft|vllm|course|train|machine|evaluation|serve"
-FORMER = (*former_names.TODAY, former_names.DROPPED)
+FORMER = former_names.FORMER
 
 
 def named(path: Path) -> str:
@@ -94,8 +94,8 @@ def sources() -> str:
 
 @functools.cache
 def settings() -> dict[str, Any]:
-    """The values of a profile by their dotted names, and the argument that a learner is told to add."""
-    return flat(load("tiny").model_dump()) | {"sft.report_to": None}
+    """The values of a profile by their dotted names, and the arguments that a learner is told to add."""
+    return flat(load("tiny").model_dump()) | {"sft.report_to": None, "vllm.enable_prefix_caching": None}
 
 
 def arguments(block: str) -> list[str]:

@@ -168,7 +168,7 @@ def test_a_repository_does_not_say_itself_that_it_is_complete(
     assert (folder / models.DOWNLOADED).read_bytes() != b"{}"
 
 
-def test_without_a_gpu_the_learner_names_what_to_download_and_with_one_the_driver_says_it(
+def test_without_a_gpu_the_learner_names_what_to_download_and_with_one_it_is_known(
     tmp_path: Path, monkeypatch: Patch, capsys: Any
 ) -> None:
     machine(tmp_path, HF_HUB_OFFLINE="1").enter(monkeypatch)
@@ -180,9 +180,6 @@ def test_without_a_gpu_the_learner_names_what_to_download_and_with_one_the_drive
         fetch.fetch_inputs("tiny", "no_such_rows.jsonl", "")
     with refused("is not in the local cache (at least not"):
         fetch.fetch_inputs("", "", "ampere_24gb")
-    smi = "NVIDIA GeForce RTX 4090, 8.9, 24564\nNVIDIA GeForce RTX 4090, 8.9, 24564"
-    monkeypatch.setattr(hardware, "ask_driver", lambda *words: smi)
-    assert hardware.driver_gpu() == hardware.GPU("NVIDIA GeForce RTX 4090", (8, 9), 24564 / 1024, 2)
+    monkeypatch.setattr(hardware, "driver_gpus", lambda: ["NVIDIA GeForce RTX 4090"])
+    monkeypatch.setattr(hardware, "gpu", lambda: hardware.GPU("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 2))
     assert fetch.profile_here() == "ampere_24gb"
-    monkeypatch.setattr(hardware, "ask_driver", lambda *words: "No devices were found")
-    assert hardware.driver_gpu() is None

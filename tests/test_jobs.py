@@ -171,5 +171,5 @@ def test_vllm_has_the_options_that_the_page_and_profiles_name() -> None:
     env = environments.variables({})
     known = subprocess.run([python, "-c", OPTIONS], capture_output=True, text=True, check=True, env=env).stdout.split()
     assert len(used) > 8 and used <= set(known)
-    in_profiles = {f"--{name.replace('_', '-')}" for name in config.arguments_of("vllm serve")}
+    in_profiles = {f"--{name.replace('_', '-')}" for name in config.Vllm.model_fields}
     assert in_profiles <= set(known)

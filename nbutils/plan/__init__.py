@@ -5,11 +5,11 @@ Here is what a lesson and the command line ask it: this machine, a GPU by name, 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from nbutils import display, distributed, hardware
+from nbutils import display, distributed
 from nbutils.config import read, settings_in, with_overrides
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
@@ -18,11 +18,8 @@ from nbutils.models import find_shape
 from nbutils.plan import gpus as gpu_table
 from nbutils.plan.forecast import RECOMPUTE_MODES, Forecast, assumed_rows, known_shape, of_profile
 from nbutils.plan.gpus import GPUSpec
-from nbutils.plan.memory import STRATEGIES
-from nbutils.plan.recipe import Choices, apply
-from nbutils.plan.strategies import engine_for, fits_alone
-
-__all__ = ["STRATEGIES", "engine_for", "fits_alone"]
+from nbutils.plan.memory import Recipe
+from nbutils.plan.recipe import LARGEST_STEP, Choices, apply
 
 RENTED = "RTX 4090"  # the usual rented GPU
 OPTIONS = {  # of the command line, which are values of a profile
@@ -47,35 +44,25 @@ def example(resolved: Any, rows: int, mean_length: float) -> Forecast:
     return of_options(gpu_table.find(RENTED), {"rows": rows, "mean_length": mean_length})
 
 
-def require(resolved: Any) -> Forecast | str:
-    """This machine's forecast for lesson 03, or why there is none; stops where not even the smallest setting fits.
+def require(resolved: Any) -> Forecast | None:
+    """This machine's forecast for lesson 03, if it can be known; stops where not even the smallest setting fits.
 
     Example: `print(plan.describe(plan.require(lesson.resolved)))`
     """
     shape = known_shape(resolved.model)
     if resolved.gpu is None or shape is None:
-        return tr("No forecast: there is no GPU here, or the size of the model is not known before its download.")
+        return None
     gpu = gpu_table.of_machine(resolved.gpu, distributed.world_size())
     strategy = distributed.strategy_name(str(resolved.profile.method))
     forecast = of_profile(resolved.profile, gpu, shape, resolved.rows, strategy)
-    if forecast.least_gib > forecast.limit_gib:
-        raise CourseError(
-            tr(
-                "{model} needs at least {needed:.1f} GiB, and {gpu} allows {limit:.1f}.",
-                model=shape.name,
-                needed=forecast.least_gib,
-                gpu=gpu.name,
-                limit=forecast.limit_gib,
-            ),
-            todo=tr("Choose a smaller MODEL, a shorter sft.max_length, a larger GPU, or qlora instead of lora."),
-        )
+    forecast.require_room()
     return forecast
 
 
-def describe(forecast: Forecast | str) -> str:
-    """The forecast as aligned text, a fact in each line; the reason where there is none."""
-    if isinstance(forecast, str):
-        return forecast
+def describe(forecast: Forecast | None) -> str:
+    """The forecast as aligned text, a fact in each line."""
+    if forecast is None:
+        return tr("No forecast: there is no GPU here, or the size of the model is not known before its download.")
     lines = [(tr(name), str(value)) for name, value in _table_row(forecast).items()]
     lines += [
         (tr("an hour"), joined([str(forecast.gpu.price), tr(forecast.gpu.price_from)], ";")),
@@ -83,8 +70,7 @@ def describe(forecast: Forecast | str) -> str:
         (tr("peak memory"), _sizes(forecast.parts)),
         (tr("disk"), _sizes(forecast.disk_gib)),
     ]
-    for note in forecast.notes:
-        lines.append((tr("note"), note))
+    lines += [(tr("note"), note) for note in forecast.notes]
     return display.columns_of(lines)
 
 
@@ -92,13 +78,6 @@ def _sizes(parts: Mapping[str, float]) -> str:
     """A sum in GiB with its parts."""
     sizes = [f"{tr(part)} {size:.2f}" for part, size in parts.items()]
     return joined([f"{sum(parts.values()):.1f} GiB", joined(sizes)], ":")
-
-
-def time_text(hours: float) -> str:
-    """Minutes below an hour, else hours."""
-    if hours < 1:
-        return tr("{minutes:.0f} min", minutes=60 * hours)
-    return tr("{hours:.1f} h", hours=hours)
 
 
 def fits_table(names: Sequence[str], **options: Any) -> list[dict[str, Any]]:
@@ -117,26 +96,19 @@ def command(rows: int, mean_length: float) -> str:
 def _table_row(forecast: Forecast) -> dict[str, Any]:
     gpu = forecast.gpu
     recipe = forecast.recipe
-    rate = forecast.tokens_per_second
     return {
         "GPU": f"{gpu.count} x {gpu.name}" if gpu.count > 1 else gpu.name,
-        "limit GiB": round(forecast.limit_gib, 1),
-        "peak GiB": round(forecast.peak_gib, 1),
-        "fits": tr("yes") if forecast.fits else tr("no"),
         "model": forecast.shape.name,
         "method": joined([recipe.method, recipe.engine]),
         "length": recipe.length,
         "rows": f"{recipe.per_device_train_batch_size} x {recipe.gradient_accumulation_steps}",
         "recompute": recipe.recompute,
-        "tokens/s": tr("unknown") if rate is None else f"{rate:,.0f}",
-        "time": tr("unknown") if forecast.hours is None else time_text(forecast.hours),
-        "cost": str(forecast.cost),
+        **forecast.columns(),
     }
 
 
 def answer(
     gpu: str = "",
-    gpus: int | None = None,
     vram: float | None = None,
     tflops: float | None = None,
     capability: float | None = None,
@@ -147,40 +119,30 @@ def answer(
     Example: `facts, text = plan.answer(gpu="RTX 4090", model="Qwen2.5-14B", length=1024)`
     """
     if gpu or vram or tflops:
-        cards = [gpu_table.find(gpu or tr("a GPU of your own"), vram, tflops, capability)]
+        card: GPUSpec | None = gpu_table.find(gpu or tr("a GPU of your own"), vram, tflops, capability)
     else:
-        cards = _gpus_here()
-    forecasts = []
-    for card in cards or gpu_table.usable():
-        card = card.model_copy(update={"count": gpus or card.count})
-        forecasts.append(of_options(card, options))
-    if cards:
-        return forecasts[0].facts(), describe(forecasts[0])
+        card = gpu_table.of_this_machine()
+    if card:
+        forecast = of_options(card, options)
+        return forecast.facts(), describe(forecast)
+    forecasts = [of_options(card, options) for card in gpu_table.every()]
     lines = [
         tr("No GPU here, and none named with --gpu: these are GPUs you can rent."),
-        "",
         display.aligned([_table_row(forecast) for forecast in forecasts]),
-        "",
         tr(
             "Speeds follow from published numbers; only the H200 was measured. Prices stand in configs/gpus.yaml. "
             "Hours and costs need both: --rows 5000 --mean-length 400."
         ),
     ]
-    return {"fits": [forecast.facts() for forecast in forecasts]}, "\n".join(lines)
-
-
-def _gpus_here() -> list[GPUSpec]:
-    """The GPU of this machine, if it has one."""
-    if not importlib.util.find_spec("torch") or not hardware.driver_gpus():
-        return []
-    gpu = hardware.gpu()  # loads torch
-    return [gpu_table.of_machine(gpu)] if gpu else []
+    return {"fits": [forecast.facts() for forecast in forecasts]}, "\n\n".join(lines)
 
 
 def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
     """A GPU with all options; micro-batch and checkpointing, where nobody gives them, are the fastest that fit."""
+    if count := options.get("gpus"):
+        gpu = gpu.model_copy(update={"count": count})
     document = read(options.get("profile") or gpu_table.profile_for(gpu))
-    settings = settings_in(options.get("given") or "")
+    settings = settings_in(options.get("given", ""))
     overrides = {key: (value, "--set") for key, value in settings.items()}
     profile = with_overrides(document, overrides).profile
     choices = Choices()
@@ -189,8 +151,8 @@ def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
             choices[key] = Choice(options[option], "")
     if options.get("epochs"):
         choices["sft.max_steps"] = Choice(-1, "")
-    if way := options.get("checkpointing"):
-        recompute, offload = RECOMPUTE_MODES[way]
+    if mode := options.get("checkpointing"):
+        recompute, offload = RECOMPUTE_MODES[mode]
         choices["sft.gradient_checkpointing"] = Choice(recompute, "")
         choices["sft.activation_offloading"] = Choice(offload, "")
     profile = apply(profile, choices)
@@ -198,3 +160,45 @@ def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
     rows = assumed_rows(profile, options.get("rows"), options.get("mean_length"))
     strategy = options.get("engine") or "ddp"
     return of_profile(profile, gpu, shape, rows, strategy)
+
+
+def table_recipe(strategy: str, cards: int) -> Recipe:
+    """Rows of 2,048 tokens one by one, in the course's largest step; where a strategy takes any base, one in 4 bits.
+
+    Example: `memory.peak_gib(find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4))`
+    """
+    return Recipe(
+        method=distributed.STRATEGIES[strategy] or "qlora",
+        gradient_accumulation_steps=max(1, LARGEST_STEP // cards),
+        engine=strategy,
+        cards=cards,
+    )
+
+
+def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:
+    """The strategy with which so many processes train a resolved profile, one on each GPU: that asked for, or by size.
+
+    DDP where each GPU holds the model, with the smallest setting; else FSDP, where its share fits.
+    Example: `plan.engine_for(lesson.resolved, processes=2).value`
+    """
+    method = resolved.profile.method
+    if asked != "auto":
+        distributed.require_known_strategy(asked)
+        distributed.require_method(asked, method)
+        return Choice(asked, tr("parameter {name}", name="ENGINE"))
+    shape = known_shape(resolved.model)
+    if resolved.gpu is None or shape is None:
+        return Choice("ddp", tr("there is no GPU, or the size of the model is not known: each process holds it whole"))
+    gpu = gpu_table.of_machine(resolved.gpu, processes)
+    forecast = of_profile(resolved.as_written, gpu, shape, resolved.rows, "ddp")
+    if forecast.least_gib > forecast.limit_gib:
+        forecast = of_profile(resolved.as_written, gpu, shape, resolved.rows, f"fsdp_{method}")
+        forecast.require_room()
+    return Choice(forecast.recipe.engine, forecast.requirement)
+
+
+def fits_alone(resolved: Any) -> bool:
+    """Whether one GPU holds the model of a resolved profile; also true where that is not known."""
+    with suppress(CourseError):
+        return bool(engine_for(resolved, 1).value == "ddp")
+    return False

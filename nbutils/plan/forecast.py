@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from nbutils import distributed
@@ -19,8 +20,8 @@ from nbutils.hardware import BF16_FROM
 from nbutils.language import tr
 from nbutils.models import Shape, find_shape
 from nbutils.plan.gpus import GPUSpec, Price
-from nbutils.plan.memory import ADAPTER, Recipe, limit_gib, parts, peak_gib, ram_gib
-from nbutils.plan.recipe import PACKED, Rows, Schedule, apply, choose, rows_per_step, schedule
+from nbutils.plan.memory import ADAPTER, Recipe, limit_gib, parts, peak_gib
+from nbutils.plan.recipe import Rows, Schedule, apply, choose, rows_per_step, schedule
 from nbutils.plan.speed import tokens_per_second
 
 NEARLY_FASTEST = 0.98  # of the highest speed: from here on settings count as equally fast
@@ -46,21 +47,14 @@ class Setting(NamedTuple):
     speed: float  # in any unit
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What is expected of a training on one or several GPUs."""
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Memory, speed, time and cost of any training on one or several GPUs."""
 
-    shape: Shape
     gpu: GPUSpec
-    recipe: Recipe
-    smallest: Recipe  # the same training with the lowest peak
-    batch: int  # rows of an optimizer step, on all GPUs together
-    checkpoints: int  # how many are kept
-    schedule: Schedule | None
-    parts: dict[str, float]  # GiB on each GPU by purpose; their sum is the peak
+    parts: dict[str, float]  # GiB on each GPU by purpose; their sum is the peak of torch's allocator
     tokens_per_second: float | None
     hours: float | None
-    remarks: list[str]  # on the GPU and the method
 
     @property
     def peak_gib(self) -> float:
@@ -78,14 +72,65 @@ class Forecast:
         return self.peak_gib <= self.limit_gib
 
     @property
-    def least_gib(self) -> float:
-        """The lowest peak that any micro-batch and recomputing could reach, even if the profile names others."""
-        return min(peak_gib(self.shape, option) for option in candidates(self.recipe, self.batch, self.gpu))
-
-    @property
     def cost(self) -> Price:
         """The price of the whole training."""
         return self.gpu.price.times(self.gpu.count).times(self.hours)
+
+    def columns(self) -> dict[str, str]:
+        """The numbers by the heads of a table."""
+        return {
+            "limit GiB": f"{self.limit_gib:.1f}",
+            "peak GiB": f"{self.peak_gib:.1f}",
+            "fits": tr("yes") if self.fits else tr("no"),
+            "tokens/s": f"{self.tokens_per_second:,.0f}" if self.tokens_per_second else tr("unknown"),
+            "time": time_text(self.hours) if self.hours else tr("unknown"),
+            "cost": str(self.cost),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast(Estimate):
+    """What is expected of a fine-tuning."""
+
+    shape: Shape
+    recipe: Recipe
+    batch: int  # rows of an optimizer step, on all GPUs together
+    checkpoints: int  # how many are kept
+    schedule: Schedule | None
+
+    @property
+    def smallest(self) -> Recipe:
+        """The same training with the lowest peak that any micro-batch and recomputing reaches."""
+        recipes = candidates(self.recipe, self.batch, self.gpu)
+        return min(recipes, key=lambda recipe: peak_gib(self.shape, recipe))
+
+    @property
+    def least_gib(self) -> float:
+        """The peak of the smallest setting."""
+        return peak_gib(self.shape, self.smallest)
+
+    @property
+    def requirement(self) -> str:
+        """The memory that is needed at least, and what there is."""
+        return tr(
+            "{model} with {strategy} needs at least {least:.1f} GiB on each {gpu}, which allows {limit:.1f}",
+            model=self.shape.name,
+            strategy=self.recipe.engine,
+            least=self.least_gib,
+            gpu=self.gpu.name,
+            limit=self.limit_gib,
+        )
+
+    def require_room(self) -> None:
+        """Refuse a training whose smallest setting does not fit, whatever the profile names."""
+        if self.least_gib > self.limit_gib:
+            raise CourseError(
+                f"{self.requirement}.",
+                todo=tr(
+                    "Take more or larger GPUs, a smaller MODEL, a shorter sft.max_length, or qlora instead of "
+                    "lora; `python -m nbutils plan --gpus N --engine NAME` forecasts it."
+                ),
+            )
 
     @property
     def disk_gib(self) -> dict[str, float]:
@@ -102,18 +147,12 @@ class Forecast:
     @property
     def notes(self) -> list[str]:
         """What a learner should know about the forecast."""
-        notes = [tr("the speed follows from published numbers: only the H200 was measured"), *self.remarks]
+        notes = [tr("the speed follows from published numbers: only the H200 was measured")]
+        if self.gpu.note:
+            notes.append(tr(self.gpu.note))
         if self.hours is None:
             notes.append(tr("hours need --rows and --mean-length, and --tflops for a GPU that is not in the table"))
-        if ram := ram_gib(self.shape, self.recipe):
-            notes.append(
-                tr(
-                    "{engine} needs {size:.0f} GiB of RAM where all GPUs are in one machine",
-                    engine=self.recipe.engine,
-                    size=ram,
-                )
-            )
-        return [note for note in notes if note]
+        return notes
 
     def facts(self) -> dict[str, Any]:
         """The forecast as `plan --json` prints it."""
@@ -134,9 +173,15 @@ class Forecast:
             "cost": self.cost._asdict(),
             "disk_gib": self.disk_gib,
             "after_gib": {"merge_ram": MERGE_RAM_GIB, "on_card": self.shape.params * self.recipe.number_bytes / GIB},
-            "ram_gib": ram_gib(self.shape, self.recipe),
             "notes": self.notes,
         }
+
+
+def time_text(hours: float) -> str:
+    """Minutes below an hour, else hours."""
+    if hours < 1:
+        return tr("{minutes:.0f} min", minutes=max(1.0, 60 * hours))
+    return tr("{hours:.1f} h", hours=hours)
 
 
 def known_shape(model: str) -> Shape | None:
@@ -157,28 +202,20 @@ def of_profile(
 
     If nothing fits, it is the setting with the lowest peak.
     """
-    choices = choose(profile, rows, shape, gpu.count)
-    settled = apply(profile, choices)
-    step_rows = rows_per_step(settled.sft, gpu.count)
-    options = open_recipes(settled, profile.sft, gpu, rows, strategy)
-    recipe = best_option(shape, options, gpu)
+    settled = apply(profile, choose(profile, rows, shape, gpu.count))
+    recipe = best_option(shape, open_recipes(settled, profile.sft, gpu, rows, strategy), gpu)
     rate = tokens_per_second(shape, recipe, gpu)
-    tokens = _trained_tokens(settled.sft, recipe, step_rows, rows)
-    remarks = [tr(gpu.note)]
-    if "method" in choices:
-        remarks.append(choices["method"].reason)
+    planned = schedule(settled.sft, rows, gpu.count) if rows else None
     return Forecast(
         shape=shape,
         gpu=gpu,
         recipe=recipe,
-        smallest=min(options, key=lambda option: peak_gib(shape, option)),
-        batch=step_rows,
+        batch=rows_per_step(settled.sft, gpu.count),
         checkpoints=settled.sft.save_total_limit,
-        schedule=schedule(settled.sft, rows, gpu.count) if rows else None,
+        schedule=planned,
         parts=parts(shape, recipe),
         tokens_per_second=rate,
-        hours=tokens / rate / 3600 if tokens and rate else None,
-        remarks=remarks,
+        hours=planned.tokens / rate / 3600 if planned and rate else None,
     )
 
 
@@ -241,9 +278,8 @@ def best_option(shape: Shape, recipes: Sequence[Recipe], gpu: GPUSpec) -> Recipe
     """The recipe that `fastest_fitting` chooses for this GPU."""
     settings = []
     for recipe in recipes:
-        speed = tokens_per_second(shape, recipe, gpu)
-        if speed is None:
-            speed = recipe.per_device_train_batch_size * ASSUMED_SPEED[recipe.recompute]
+        assumed = recipe.per_device_train_batch_size * ASSUMED_SPEED[recipe.recompute]
+        speed = tokens_per_second(shape, recipe, gpu) or assumed
         settings.append(Setting(recipe, peak_gib(shape, recipe), speed))
     best: Recipe = fastest_fitting(settings, limit_gib(gpu))
     return best
@@ -252,21 +288,21 @@ def best_option(shape: Shape, recipes: Sequence[Recipe], gpu: GPUSpec) -> Recipe
 def fastest_fitting(settings: Sequence[Setting], limit: float) -> Any:
     """The fastest within a limit in GiB; of nearly equal ones, and if nothing fits, that with the lowest peak."""
     fitting = [setting for setting in settings if setting.peak <= limit]
-    speeds = [setting.speed for setting in fitting]
-    fast_enough = NEARLY_FASTEST * max(speeds, default=0.0)
+    fastest = max(
+        (setting.speed for setting in fitting),
+        default=0.0,
+    )
+    fast_enough = NEARLY_FASTEST * fastest
     fast = [setting for setting in fitting if setting.speed >= fast_enough]
     best = min(
         fast or settings,
-        key=lambda setting: setting.peak,
+        key=attrgetter("peak"),
     )
     return best.value
 
 
 def open_recipes(profile: Profile, as_written: SFT, gpu: GPUSpec, rows: Rows | None, strategy: str) -> list[Recipe]:
-    """The recipes that a settled profile leaves open: every STEP_ARGUMENT that is `auto` in `as_written` may vary.
-
-    The 8-bit optimizers of bitsandbytes do not take shards: strategies other than DDP train with AdamW in 32 bits.
-    """
+    """The recipes that a settled profile leaves open: every STEP_ARGUMENT that is `auto` in `as_written` may vary."""
     recent = gpu.capability >= BF16_FROM  # torch's varlen attention and Triton's kernels need it too
     by_gpu: dict[str, Any] = {
         "from_pretrained.dtype": "bfloat16" if recent else "float16",
@@ -275,22 +311,11 @@ def open_recipes(profile: Profile, as_written: SFT, gpu: GPUSpec, rows: Rows | N
     }
     settings = flat(profile.model_dump(warnings=False))
     settings |= {name: value for name, value in by_gpu.items() if settings[name] == "auto"}
-    recipe = replace(_recipe_from_settings(settings), engine=strategy, cards=gpu.count)
-    if strategy != "ddp":
-        method = distributed.STRATEGIES[strategy] or recipe.method
-        recipe = replace(recipe, method=method, optim="adamw_torch_fused")
+    settings["method"] = distributed.STRATEGIES[strategy] or settings["method"]
+    recipe = _recipe_from_settings(settings)
+    recipe = replace(recipe, engine=strategy, cards=gpu.count)
     if rows and not recipe.packing:
         recipe = replace(recipe, length=round(rows.mean), spread=rows.spread)
     fixed = [name for name in STEP_ARGUMENTS if as_written[name] != "auto"]
     step_rows = rows_per_step(profile.sft, gpu.count)
     return candidates(recipe, step_rows, gpu, fixed)
-
-
-def _trained_tokens(sft: SFT, recipe: Recipe, step_rows: int, rows: Rows | None) -> float | None:
-    """Tokens of the whole training; None if neither its steps nor its rows are known."""
-    if sft.max_steps > 0:
-        filled = PACKED if recipe.packing else 1.0  # the rest of a packed row is padding
-        return sft.max_steps * step_rows * recipe.length * filled
-    if rows is None:
-        return None
-    return rows.examples * rows.mean * float(sft.num_train_epochs)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import re
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from nbutils import hardware
 from nbutils.config import NotNegative, Positive, Strict, Text, read_table
 from nbutils.errors import CourseError
 from nbutils.hardware import BF16_FROM, GPU
 from nbutils.language import tr
 
-OLDEST = (7, 0)  # torch has no kernels for older ones any more
 ASSUMED = (8, 0)  # the capability of a GPU of which only memory is given
-BY_MEMORY = {"t4_16gb": 20, "ampere_24gb": 38, "ampere_40gb": 70, "hopper_80gb": 130}  # profiles, up to so many GiB
-LARGEST = "hopper_141gb"
-PROFILES = (*BY_MEMORY, LARGEST)
+PROFILES = {  # by the GiB of the GPUs they are made for, up to these
+    "t4_16gb": 20,
+    "ampere_24gb": 38,
+    "ampere_40gb": 70,
+    "hopper_80gb": 130,
+    "hopper_141gb": math.inf,
+}
 Names = Annotated[tuple[Text, ...], Field(strict=False)]
 
 
@@ -27,10 +33,7 @@ class Price(NamedTuple):
     dollars: float | None
 
     def __str__(self) -> str:
-        known = []
-        for sign, price in zip("¥$", self, strict=True):
-            if price:
-                known.append(f"{sign}{price:.2f}")
+        known = [f"{sign}{price:.2f}" for sign, price in zip("¥$", self, strict=True) if price]
         if known:
             return tr(" or ").join(known)
         return tr("free") if 0 in self else tr("unknown")
@@ -68,18 +71,10 @@ def every() -> list[GPUSpec]:
     return [entry.model_copy(update={"name": name}) for name, entry in read_table("gpus.yaml", GPUSpec).items()]
 
 
-def usable() -> list[GPUSpec]:
-    """Those that a torch of today computes on."""
-    return [gpu for gpu in every() if gpu.capability >= OLDEST]
-
-
 def find(name: str, vram: float | None = None, tflops: float | None = None, capability: float | None = None) -> GPUSpec:
     """A GPU by its name ("4090", "A100 80GB", "T4 x2"); what is given overrules the table, or stands in for it."""
-    changes: dict[str, object] = {}
-    if vram:
-        changes["memory_gib"] = vram
-    if tflops:
-        changes["tflops"] = tflops
+    changes: dict[str, Any] = {"memory_gib": vram, "tflops": tflops}
+    changes = {key: value for key, value in changes.items() if value}
     if capability:
         changes["capability"] = divmod(round(10 * capability), 10)  # 7.5 is (7, 5)
     if several := re.fullmatch(r"(.+?)\s*[x×]\s*([1-9]\d?)", name.strip(), re.IGNORECASE):
@@ -97,12 +92,12 @@ def find(name: str, vram: float | None = None, tflops: float | None = None, capa
                 "TFLOP/s with --tflops T, or add it to that file."
             ),
         )
-    return GPUSpec(name=name.strip(), memory_gib=vram, capability=ASSUMED).model_copy(update=changes)
+    return GPUSpec.model_validate({"name": name.strip(), "capability": ASSUMED} | changes)
 
 
 def of_machine(gpu: GPU, count: int = 1) -> GPUSpec:
     """The facts of so many GPUs torch has found: memory and capability from torch, the rest from the table."""
-    own: dict[str, Any] = {
+    own = {
         "memory_gib": gpu.memory_gib,
         "capability": gpu.capability,
         "count": count,
@@ -112,14 +107,23 @@ def of_machine(gpu: GPU, count: int = 1) -> GPUSpec:
         if any(_is_in(word, gpu.name) for word in spec.called):
             named.append(spec)
     if not named or "laptop" in gpu.name.lower():  # those of laptops are others
-        return GPUSpec(name=gpu.name, **own)
+        return GPUSpec.model_validate(own | {"name": gpu.name})
+    named.sort(
+        key=lambda spec: abs(spec.memory_gib - gpu.memory_gib),
+    )
+    longest = max(
+        named,
+        key=lambda spec: max(map(len, spec.called)),
+    )  # a 4090 D is called RTX 4090 as well
+    return longest.model_copy(update=own)
 
-    def distance(spec: GPUSpec) -> tuple[int, float]:  # the longest name first: a 4090 D is called RTX 4090 as well
-        longest = max(map(len, spec.called))
-        return -longest, abs(spec.memory_gib - gpu.memory_gib)
 
-    best = min(named, key=distance)
-    return best.model_copy(update=own)
+def of_this_machine() -> GPUSpec | None:
+    """The GPU of this machine, if it has one; torch is loaded only then."""
+    if not importlib.util.find_spec("torch") or not hardware.driver_gpus():
+        return None
+    gpu = hardware.gpu()
+    return of_machine(gpu) if gpu else None
 
 
 def hourly_price(gpu: GPU | None) -> Price:
@@ -131,10 +135,7 @@ def profile_for(gpu: GPU | GPUSpec) -> str:
     """The profile made for GPUs like this one."""
     if gpu.capability < BF16_FROM:
         return "t4_16gb"
-    for profile, below in BY_MEMORY.items():
-        if gpu.memory_gib < below:
-            return profile
-    return LARGEST
+    return next(profile for profile, most in PROFILES.items() if gpu.memory_gib < most)
 
 
 def _is_in(word: str, name: str) -> bool:

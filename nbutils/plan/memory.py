@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from nbutils.distributed import SHARDED
 from nbutils.files import GIB
 from nbutils.models import Shape
 from nbutils.plan.gpus import GPUSpec
@@ -18,10 +19,9 @@ ADAPTER = 4  # float32
 GRADIENT = 4  # they wait for the rest of the batch where micro-batches are accumulated
 OPTIMIZER_8BIT = 2  # Adam's two moments; a paged one may live in RAM, counted all the same
 OPTIMIZER = 8
-# strategies; BUCKET and LIVE are defaults of DeepSpeed (zero/config.py), which accelerate leaves as they are
+# strategies
 GATHERED = 2  # layers whose weights FSDP2 has gathered: the one at work, and the next one
-BUCKET = 5e8  # reduce_bucket_size: elements of the buffer in which gradients are reduced, however few there are
-LIVE = 1e9  # stage3_max_live_parameters: weights that ZeRO-3 has gathered and not yet released
+BUCKET = 5e8  # elements of the buffer in which DeepSpeed reduces gradients, however few (its reduce_bucket_size)
 # activations: tensors of a micro-step's tokens that one layer keeps for its backward pass
 SAVED_HIDDEN = 4  # input and output of both norms
 PLAIN_HIDDEN = 8.5  # without Liger: float32 copies in the norms, q and k before and after their rotation (measured)
@@ -43,25 +43,6 @@ MARGIN = 0.08  # of the GPU's memory stays free: the forecast may be that much o
 CONTEXT_GIB = 0.5  # CUDA's own, which torch's allocator does not count
 
 
-class Strategy(NamedTuple):
-    """How cards share a training: `configs/accelerate/NAME.yaml`."""
-
-    shards: bool = False  # each card keeps its share of the base, and gathers the layer at work
-    deepspeed: bool = False
-    offload: bool = False  # float32 weights, gradients and Adam's moments are in RAM
-    fused_lora: bool = True  # with the course's LoRA layers, which read weights that ZeRO-3 would have to gather first
-
-
-STRATEGIES = {
-    "ddp": Strategy(),
-    "fsdp_qlora": Strategy(shards=True),
-    "fsdp_lora": Strategy(shards=True),
-    "zero2": Strategy(deepspeed=True),
-    "zero2_offload": Strategy(deepspeed=True, offload=True),
-    "zero3": Strategy(shards=True, deepspeed=True, fused_lora=False),
-}
-
-
 @dataclass(frozen=True)
 class Recipe:
     """How one trains, as far as memory and speed depend on it, in the words of a profile; a row has `length` tokens."""
@@ -81,13 +62,18 @@ class Recipe:
     packing: bool = True
     lora_dropout: float = 0.0
     spread: float = 0.0  # standard deviation of the lengths, where rows are not packed
-    engine: str = "ddp"  # a strategy
+    engine: str = "ddp"  # how cards share the training: `configs/accelerate/NAME.yaml`
     cards: int = 1  # that train together, of all machines
 
     @property
-    def strategy(self) -> Strategy:
-        """How its cards share the training."""
-        return STRATEGIES[self.engine]
+    def shards(self) -> bool:
+        """Whether each card keeps its share of the base, and gathers the layer at work."""
+        return self.engine.startswith(SHARDED)
+
+    @property
+    def fuses_lora(self) -> bool:
+        """Whether the course's LoRA layers are used: they read weights that ZeRO-3 would have to gather first."""
+        return self.engine != "zero3"
 
     @property
     def tokens(self) -> int:
@@ -103,7 +89,7 @@ class Recipe:
     @property
     def uses_liger(self) -> bool:
         """Whether Liger's kernels are used."""
-        return self.use_liger_kernel and self.strategy.fused_lora
+        return self.use_liger_kernel and self.fuses_lora
 
     @property
     def moment_bytes(self) -> int:
@@ -129,10 +115,8 @@ class Term(NamedTuple):
 def terms(shape: Shape, recipe: Recipe) -> dict[str, list[Term]]:
     """What the strategy decides of a card's memory; activations, logits and workspace are whole under each of them.
 
-    4-bit weights have scales, which are no parameters and are never shared. DeepSpeed computes with a 16-bit copy of
-    the adapters beside the float32 ones that cards share, and reduces gradients in a bucket.
+    4-bit weights have scales, which are no parameters and are never shared.
     """
-    strategy = recipe.strategy
     number_bytes = recipe.number_bytes
     weights: float = shape.params * number_bytes
     scales = 0.0
@@ -140,30 +124,25 @@ def terms(shape: Shape, recipe: Recipe) -> dict[str, list[Term]]:
         scale = (NF4_DOUBLE if recipe.bnb_4bit_use_double_quant else NF4) - FOUR_BITS
         scales = shape.linear_params * scale
         weights -= shape.linear_params * (number_bytes - FOUR_BITS)
-    shards = recipe.cards if strategy.shards else 1
-    memory = {"weights": [Term("weights", weights, shards), Term("scales", scales)]}
-    if strategy.shards:
+    shared_by = recipe.cards if recipe.shards else 1
+    memory = {"weights": [Term("weights", weights, shared_by), Term("scales", scales)]}
+    if recipe.shards:
         memory["gathered"] = _gathered(shape, recipe)
     memory |= _trained(shape, recipe)
-    if strategy.deepspeed:
-        adapters = shape.adapter_params(recipe.r) * number_bytes
-        memory["adapters"].append(Term("16-bit copy", adapters, shards))
+    if recipe.engine.startswith("zero"):
         memory["bucket"] = [Term("bucket", BUCKET * number_bytes)]
     return memory
 
 
 def _gathered(shape: Shape, recipe: Recipe) -> list[Term]:
-    """Weights that a card has put together: FSDP2 has the layer at work and the next one.
+    """Weights that a card has put together: the layer at work and the next one.
 
     The output head is a unit of its own (accelerate), gathered until its backward pass; the buffer it came in is there
-    until the forward pass ends, when layers are not. The embedding is gathered when the head is not. ZeRO-3 keeps up to
-    LIVE weights, beside the head, which it needs.
+    until the forward pass ends, when layers are not. The embedding is gathered when the head is not.
     """
     number_bytes = recipe.number_bytes
-    head = Term("output head", shape.vocab * shape.hidden * number_bytes)
-    if recipe.strategy.deepspeed:
-        live = min(LIVE, shape.params)
-        return [head, Term("live weights", live * number_bytes)]
+    head_weights = shape.vocab * shape.hidden
+    head = Term("output head", head_weights * number_bytes)
     weight = FOUR_BITS if recipe.method == "qlora" else number_bytes
     base = shape.linear_params * weight
     adapters = shape.adapter_params(recipe.r) * number_bytes
@@ -180,15 +159,19 @@ def _trained(shape: Shape, recipe: Recipe) -> dict[str, list[Term]]:
     transformers' Trainer asks it to (no_sync).
     """
     trained = shape.adapter_params(recipe.r)
-    if recipe.strategy.offload:
-        trained = 0
     cards = 1 if recipe.engine == "ddp" else recipe.cards
     adapters = [Term("float32 weights", trained * ADAPTER, cards)]
-    if recipe.strategy.deepspeed:
-        adapters.append(Term("gradients", trained * GRADIENT, cards))
-    elif recipe.gradient_accumulation_steps > 1:
+    if recipe.gradient_accumulation_steps > 1:
         adapters.append(Term("gradients", trained * GRADIENT))
-    return {"adapters": adapters, "optimizer": [Term("AdamW's moments", trained * recipe.moment_bytes, cards)]}
+    moments = Term(
+        "AdamW's moments",
+        trained * recipe.moment_bytes,
+        cards,
+    )
+    return {
+        "adapters": adapters,
+        "optimizer": [moments],
+    }
 
 
 def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
@@ -220,7 +203,7 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
 def _saved(shape: Shape, recipe: Recipe) -> float:
     """Bytes that one layer keeps for its backward pass."""
     numbers = shape.hidden * (SAVED_HIDDEN if recipe.uses_liger else PLAIN_HIDDEN)
-    numbers += shape.intermediate * (SAVED_MLP if recipe.strategy.fused_lora else PLAIN_MLP)
+    numbers += shape.intermediate * (SAVED_MLP if recipe.fuses_lora else PLAIN_MLP)
     heads = shape.heads + shape.kv_heads
     numbers += shape.head_dim * SAVED_HEADS * heads
     numbers += recipe.r * ADAPTERS
@@ -248,18 +231,3 @@ def peak_gib(shape: Shape, recipe: Recipe) -> float:
 def limit_gib(gpu: GPUSpec) -> float:
     """How much the plan lets torch use of one GPU."""
     return gpu.memory_gib * (1 - MARGIN) - CONTEXT_GIB
-
-
-def ram_gib(shape: Shape, recipe: Recipe) -> float:
-    """RAM of a machine with all cards that the strategy takes: while loading, or for what it offloads.
-
-    Of fsdp_qlora every process loads the 4-bit model for itself, of the 16-bit strategies one process of a machine.
-    """
-    size = 0.0
-    if recipe.strategy.offload:
-        size = shape.adapter_params(recipe.r) * (ADAPTER + GRADIENT + OPTIMIZER)
-    elif recipe.strategy.shards:
-        size = sum(term.size for term in terms(shape, recipe)["weights"])
-        if recipe.method == "qlora":
-            size *= recipe.cards
-    return size / GIB

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from typing import Any
 
 from nbutils import display
 from nbutils.files import GIB
 from nbutils.language import tr
 from nbutils.models import Shape
-from nbutils.plan.forecast import Setting, divisors, fastest_fitting
+from nbutils.plan.forecast import Estimate, Setting, divisors, fastest_fitting
 from nbutils.plan.gpus import GPUSpec
 from nbutils.plan.memory import LOSS_HIDDEN, SLACK, TILE_TOKENS, TILE_WORDS, limit_gib
 from nbutils.plan.speed import ARITHMETIC, BANDWIDTH
@@ -26,7 +26,6 @@ GRADIENT = 4
 ADAM = 8
 SAVED_HIDDEN = 32  # bytes for each of tokens x width that one layer keeps
 SAVED_MLP = 8  # and for each of tokens x the MLP's width
-LAYER_INPUT = 4  # bytes for each of tokens x width that it keeps with gradient checkpointing
 MOVED = 13  # times what a layer keeps is written or read in a step; this and the next two were fitted on an H200
 UPDATE = 36  # bytes of a parameter that clipping its gradient and AdamW read and write
 LOGIT = 2  # bytes of the score of one word
@@ -34,69 +33,50 @@ LAUNCH = 0.003  # seconds Python needs to start a layer's kernels, forward and b
 OTHERS = 2  # what is not a layer, counted in layers
 
 
-@dataclass(frozen=True)
-class Pretraining:
-    """How a GPU trains a step, what memory that takes, and how long and how much the whole training."""
+@dataclass(frozen=True, kw_only=True)
+class Pretraining(Estimate):
+    """How a GPU trains a step; the hours are without validations and checkpoints."""
 
-    gpu: GPUSpec
     per_device_train_batch_size: int
-    gradient_checkpointing: bool
     tokens: int  # of the whole training
-    parts: dict[str, float]  # GiB; their sum is the peak of torch's allocator
-    tokens_per_second: float | None
-
-    @property
-    def peak_gib(self) -> float:
-        """The forecast peak."""
-        return sum(self.parts.values())
-
-    @property
-    def fits(self) -> bool:
-        """Whether the GPU has that much to give."""
-        return self.peak_gib <= limit_gib(self.gpu)
-
-    @property
-    def hours(self) -> float | None:
-        """Of the whole training, without validations and checkpoints."""
-        return self.tokens / self.tokens_per_second / 3600 if self.tokens_per_second else None
 
 
 def pretraining(shape: Shape, gpu: GPUSpec, length: int, batch: int, steps: int) -> Pretraining:
     """The fastest micro-batch that fits, of those that divide the batch; without one the smallest."""
     settings = []
-    for size, recomputes in product(divisors(batch), (False, True)):
-        seconds = step_seconds(shape, gpu, length, size, times=batch // size, checkpointing=recomputes)
+    for size in divisors(batch):
+        seconds = step_seconds(shape, gpu, length, size, times=batch // size)
         rate = batch * length / seconds if seconds else None
         option = Pretraining(
             gpu=gpu,
             per_device_train_batch_size=size,
-            gradient_checkpointing=recomputes,
             tokens=steps * batch * length,
-            parts=memory(shape, size * length, recomputes),
+            parts=memory(shape, size * length),
             tokens_per_second=rate,
+            hours=steps * seconds / 3600 if seconds else None,
         )
         settings.append(Setting(option, option.peak_gib, rate or 0.0))
     best: Pretraining = fastest_fitting(settings, limit_gib(gpu))
     return best
 
 
-def memory(shape: Shape, tokens: int, checkpointing: bool) -> dict[str, float]:
-    """GiB by part, for micro-batches of so many tokens."""
-    hidden = tokens * shape.hidden
-    saved = SAVED_HIDDEN * hidden + SAVED_MLP * tokens * shape.intermediate  # of a layer
-    activations = shape.layers * saved
-    if checkpointing:
-        activations = shape.layers * LAYER_INPUT * hidden + saved
+def memory(shape: Shape, tokens: int) -> dict[str, float]:
+    """GiB by part, for micro-batches of so many tokens, without gradient checkpointing."""
     tile = min(TILE_TOKENS, tokens) * min(TILE_WORDS, shape.vocab)
     sizes = {
         "weights": shape.params * WEIGHT + _product_weights(shape) * CAST,
         "gradients": shape.params * GRADIENT,
         "optimizer": shape.params * ADAM,
-        "activations": activations,
-        "logits": hidden * LOSS_HIDDEN + tile * WEIGHT,
+        "activations": tokens * shape.layers * _saved(shape),
+        "logits": tokens * shape.hidden * LOSS_HIDDEN + tile * WEIGHT,
         "workspace": SLACK,
     }
     return {part: size / GIB for part, size in sizes.items()}
+
+
+def _saved(shape: Shape) -> int:
+    """Bytes for each token that one layer keeps for its backward pass."""
+    return SAVED_HIDDEN * shape.hidden + SAVED_MLP * shape.intermediate
 
 
 def _product_weights(shape: Shape) -> int:
@@ -110,23 +90,20 @@ def flops_per_token(shape: Shape, length: int) -> float:
     return 6 * (_product_weights(shape) + attention)
 
 
-def step_seconds(
-    shape: Shape, gpu: GPUSpec, length: int, micro_batch: int, times: int, checkpointing: bool
-) -> float | None:
+def step_seconds(shape: Shape, gpu: GPUSpec, length: int, micro_batch: int, times: int) -> float | None:
     """One optimizer step of `times` micro-batches; None where the GPU's speed is not known."""
     if gpu.tflops is None or gpu.bandwidth is None:
         return None
     tokens = micro_batch * length
-    again = 4 / 3 if checkpointing else 1.0  # the forward pass is a third
     arithmetic = ARITHMETIC * gpu.tflops * 1e12
     bandwidth = BANDWIDTH * gpu.bandwidth * 1e9
-    saved = SAVED_HIDDEN * shape.hidden + SAVED_MLP * shape.intermediate
-    written = shape.layers * saved + LOGIT * shape.vocab
-    moved = tokens * written * MOVED * again
+    written = shape.layers * _saved(shape)
+    written += LOGIT * shape.vocab
+    moved = tokens * written * MOVED
     moved += shape.params * (WEIGHT + CAST + 2 * GRADIENT)  # cast for the products, gradients added up
-    flops = tokens * flops_per_token(shape, length) * again
+    flops = tokens * flops_per_token(shape, length)
     seconds = flops / arithmetic + moved / bandwidth
-    launching = LAUNCH * (again * shape.layers + OTHERS)
+    launching = LAUNCH * (shape.layers + OTHERS)
     seconds = times * max(seconds, launching)
     updating = shape.params * UPDATE / bandwidth
     return seconds + updating
@@ -142,17 +119,8 @@ def describe(shape: Shape, forecasts: Sequence[Pretraining]) -> str:
         tokens=tokens / 1e6,
         ratio=tokens / shape.params,
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for forecast in forecasts:
-        rate = forecast.tokens_per_second
-        row = {
-            "GPU": forecast.gpu.name,
-            "rows": forecast.per_device_train_batch_size,
-            "peak GiB": f"{forecast.peak_gib:.1f}",
-            "fits": tr("yes") if forecast.fits else tr("no"),
-            "tokens/s": f"{rate:,.0f}" if rate else tr("unknown"),
-            "time": display.clock(forecast.hours * 3600) if forecast.hours else tr("unknown"),
-            "cost": str(forecast.gpu.price.times(forecast.hours)),
-        }
-        rows.append(row)
+        row = {"GPU": forecast.gpu.name, "rows": forecast.per_device_train_batch_size}
+        rows.append(row | forecast.columns())
     return f"{head}\n{display.aligned(rows)}"

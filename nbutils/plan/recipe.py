@@ -20,6 +20,7 @@ from nbutils.models import Shape
 
 STEPS_PER_EPOCH = 50  # fewer, of more conversations each, learn less; more take longer and learn no more
 FEWEST = 8  # conversations per step: fewer follow single rows
+LARGE_DATA = 100_000  # rows
 LARGEST_STEP = 8  # rows of max_length: where data is large, the step a GPU computes at its full speed
 PACK_FROM = 4  # rows of max_length in a step: below, packing could not meet the number of conversations
 PACKED = 0.97  # share of a packed row that is real tokens, with best-fit packing
@@ -75,6 +76,11 @@ class Schedule:
     epochs: float
     learning_rate: float
 
+    @property
+    def tokens(self) -> float:
+        """Of the whole training."""
+        return self.steps * self.tokens_per_step
+
     def __str__(self) -> str:
         return tr(
             "{steps:,} steps of {examples_per_step:,.0f} conversations ({tokens_per_step:,.0f} tokens), {epochs:.3g} "
@@ -111,6 +117,12 @@ def choose(
     begun: Begun = Begun(),
 ) -> Choices:
     """The values a profile leaves to its model and its rows, by dotted name; without rows those of large data."""
+    if rows is None:
+        mean = profile.sft.max_length / 4
+        choices = choose(profile, Rows(LARGE_DATA, mean, spread=mean), shape, processes)
+        reason = tr("recipe: the value for large data, until lesson 03 knows your rows")
+        by_rows = {name: Choice(choice.value, reason) for name, choice in choices.items()}
+        return by_rows | _method(profile, shape)
     choices = _method(profile, shape)
     choices |= _step(profile, rows, processes, begun)
     sft = apply(profile, choices).sft
@@ -118,7 +130,7 @@ def choose(
         choices["sft.learning_rate"] = _learning_rate(sft, shape, rows, processes)
     if sft.num_train_epochs == "auto":
         choices["sft.num_train_epochs"] = _epochs(rows)
-    planned = schedule(apply(profile, choices).sft, rows, processes) if rows else None
+    planned = schedule(apply(profile, choices).sft, rows, processes)
     if sft.save_steps == "auto":
         choices["sft.save_steps"] = _save_steps(planned)
     return choices | _validation(apply(profile, choices), rows, planned, begun)
@@ -144,25 +156,6 @@ def schedule(sft: SFT, rows: Rows, processes: int = 1) -> Schedule:
     )
 
 
-def few_steps(profile: Profile, as_written: Profile, rows: Rows, processes: int = 1) -> str:
-    """A warning if the step size that a profile names leaves too few steps, with a better value; else empty."""
-    named = "auto" not in (as_written.sft.gradient_accumulation_steps, as_written.sft.per_device_train_batch_size)
-    chosen_by_course = as_written.course.conversations_per_step == "auto" and not named
-    if chosen_by_course or profile.sft.max_steps > 0:
-        return ""
-    planned = schedule(profile.sft, rows, processes)
-    better = _conversations_per_step(rows, profile.sft.max_length)
-    if planned.steps >= STEPS_PER_EPOCH or better >= planned.examples_per_step:
-        return ""
-    return tr(
-        "a step of {each:,.0f} conversations leaves only {steps} steps, too few to learn much: set "
-        "course.conversations_per_step={better}",
-        each=planned.examples_per_step,
-        steps=planned.steps,
-        better=better,
-    )
-
-
 def _epoch(sft: SFT, rows: Rows, step: int) -> tuple[int, float]:
     """Steps of an epoch, and the conversations in each, for steps of so many rows."""
     whole = rows.packed(sft.max_length) if sft.packing else rows.examples
@@ -177,11 +170,6 @@ def _conversations_per_step(rows: Rows, max_length: int) -> int:
     most = int(LARGEST_STEP * max_length / rows.mean)
     most = max(1, most)
     return min(2**power, most)
-
-
-def _unknown_rows(value: Any) -> Choice:
-    """A value that will follow from the rows."""
-    return Choice(value, tr("recipe: the value for large data, until lesson 03 knows your rows"))
 
 
 def _kept(value: Any) -> Choice:
@@ -199,7 +187,7 @@ def _method(profile: Profile, shape: Shape | None) -> Choices:
     return {"method": Choice("lora", reason), "quantization.load_in_4bit": Choice(False, tr("method lora"))}
 
 
-def _step(profile: Profile, rows: Rows | None, processes: int, begun: Begun) -> Choices:
+def _step(profile: Profile, rows: Rows, processes: int, begun: Begun) -> Choices:
     """The rows of an optimizer step, whether they are packed, and how they are cut into micro-batches.
 
     Conversations are laid end to end, or, where a step holds many, packed into rows of `max_length` tokens. Where the
@@ -208,8 +196,8 @@ def _step(profile: Profile, rows: Rows | None, processes: int, begun: Begun) -> 
     sft = profile.sft
     conversations = profile.course.conversations_per_step
     if conversations == "auto":
-        conversations = _conversations_per_step(rows, sft.max_length) if rows else FEWEST
-    filled = conversations * rows.mean / sft.max_length if rows else LARGEST_STEP  # rows of max_length in a step
+        conversations = _conversations_per_step(rows, sft.max_length)
+    filled = conversations * rows.mean / sft.max_length  # rows of max_length in a step
     choices = Choices()
     if sft.packing == "auto":
         choices["sft.packing"] = _packing(sft, filled, begun)
@@ -220,10 +208,9 @@ def _step(profile: Profile, rows: Rows | None, processes: int, begun: Begun) -> 
         step = begun.rows_per_step
     else:
         step = _wanted_rows(profile, rows, conversations, filled, processes)
-    if rows:
-        steps, each = _epoch(profile.sft, rows, step)
-        reason = tr("recipe: {each:.0f} conversations per step, {steps} steps per epoch", each=each, steps=steps)
-        choices["course.conversations_per_step"] = Choice(max(1, round(each)), reason)
+    steps, each = _epoch(profile.sft, rows, step)
+    reason = tr("recipe: {each:.0f} conversations per step, {steps} steps per epoch", each=each, steps=steps)
+    choices["course.conversations_per_step"] = Choice(max(1, round(each)), reason)
     return choices | _micro_batches(sft, step, processes)
 
 
@@ -231,21 +218,17 @@ def _packing(sft: SFT, filled: float, begun: Begun) -> Choice:
     """Whether rows are packed; a step fills so many rows of `max_length` tokens."""
     if begun.packing is not None:
         return _kept(begun.packing)
-    text = tr(
-        "recipe: a step fills {filled:.1f} rows of max_length; from {least} on rows are packed, unless a step is set",
-        filled=filled,
-        least=PACK_FROM,
-    )
+    text = tr("recipe: rows are packed where a step fills several of max_length, unless a step is set")
     return Choice(filled >= PACK_FROM and sft.gradient_accumulation_steps == "auto", text)
 
 
-def _wanted_rows(profile: Profile, rows: Rows | None, conversations: int, filled: float, processes: int) -> int:
+def _wanted_rows(profile: Profile, rows: Rows, conversations: int, filled: float, processes: int) -> int:
     """The rows of a step with so many conversations, which fill so many rows of `max_length`; processes share them."""
     sft = profile.sft
     asked = profile.course.conversations_per_step != "auto"
     if asked and not sft.packing:
         return conversations
-    if asked and rows:
+    if asked:
         step = round(conversations * rows.packed(sft.max_length) / rows.examples)
     elif sft.packing:  # a power of two, so that one GPU's run can go on with 2 or 4
         step = 2 ** round(math.log2(max(1, filled)))
@@ -271,15 +254,13 @@ def _micro_batches(sft: SFT, step: int, processes: int) -> Choices:
     return {f"sft.{name}": Choice(value, reason) for name, value in sizes.items() if value != sft[name]}
 
 
-def _learning_rate(sft: SFT, shape: Shape | None, rows: Rows | None, processes: int) -> Choice:
+def _learning_rate(sft: SFT, shape: Shape | None, rows: Rows, processes: int) -> Choice:
     """LoRA's best rate for the width of the model; smaller where few conversations make a step noisy."""
     if shape is None:
         text = tr("recipe: usual for LoRA; the size of this model is not known before its download")
         return Choice(USUAL_RATE, text)
-    noise = 1.0
-    if rows:
-        _, each = _epoch(sft, rows, rows_per_step(sft, processes))
-        noise = min(1.0, each / FULL_RATE_FROM) ** 0.5
+    _, each = _epoch(sft, rows, rows_per_step(sft, processes))
+    noise = min(1.0, each / FULL_RATE_FROM) ** 0.5
     rate = noise * RATE * (AT_HIDDEN / shape.hidden) ** POWER
     text = tr(
         "recipe: for a model of width {width}, and less for small steps; halve it if the loss is unstable",
@@ -288,44 +269,38 @@ def _learning_rate(sft: SFT, shape: Shape | None, rows: Rows | None, processes: 
     return Choice(float(f"{rate:.1e}"), text)
 
 
-def _epochs(rows: Rows | None) -> Choice:
+def _epochs(rows: Rows) -> Choice:
     """The fewer rows, the more often they are read."""
-    if rows is None:
-        return _unknown_rows(1.0)
     epochs = next(epochs for most, epochs in EPOCHS if rows.examples <= most)
     text = tr("recipe: for {rows:,} rows; the step with the best validation loss is kept", rows=rows.examples)
     return Choice(epochs, text)
 
 
-def _save_steps(planned: Schedule | None) -> Choice:
+def _save_steps(planned: Schedule) -> Choice:
     """The steps between two checkpoints."""
-    if planned is None:
-        return _unknown_rows(MOST_BETWEEN)
     between = max(1, min(MOST_BETWEEN, math.ceil(planned.steps / SAVES)))
     return Choice(between, tr("recipe: a handful of checkpoints, each with a validation loss"))
 
 
-def _validation(profile: Profile, rows: Rows | None, planned: Schedule | None, begun: Begun) -> Choices:
+def _validation(profile: Profile, rows: Rows, planned: Schedule, begun: Begun) -> Choices:
     """How many held-out rows each validation takes; without any there is no best step."""
-    choices = Choices()
     count = profile.course.validation_rows
-    if count == "auto":
-        known = begun.validation_rows
-        choice = _kept(known) if known else _affordable_rows(profile.sft, rows, planned)
-        choices["course.validation_rows"] = choice
-        count = choice.value
-    if count == 0 or (rows and rows.held_out == 0):
-        reason = tr("no rows are validated")
-        choices["course.validation_rows"] = Choice(0, reason)
-        choices["sft.load_best_model_at_end"] = Choice(False, reason)
-        choices["course.early_stopping_patience"] = Choice(0, reason)
-    return choices
+    if count == 0 or rows.held_out == 0:
+        none = Choice(0, tr("no rows are validated"))
+        return {
+            "course.validation_rows": none,
+            "course.early_stopping_patience": none,
+            "sft.load_best_model_at_end": Choice(False, none.reason),
+        }
+    if count != "auto":
+        return {}
+    if begun.validation_rows:
+        return {"course.validation_rows": _kept(begun.validation_rows)}
+    return {"course.validation_rows": _affordable_rows(profile.sft, rows, planned)}
 
 
-def _affordable_rows(sft: SFT, rows: Rows | None, planned: Schedule | None) -> Choice:
+def _affordable_rows(sft: SFT, rows: Rows, planned: Schedule) -> Choice:
     """As many rows in each validation as cost a small share of the training."""
-    if rows is None or planned is None:
-        return _unknown_rows(MOST_VALIDATED)
     validations = math.ceil(planned.steps / int(sft.save_steps)) + 1
     budget = SHARE * planned.steps * planned.examples_per_step
     affordable = int(budget / (FORWARD * validations))
@@ -333,4 +308,4 @@ def _affordable_rows(sft: SFT, rows: Rows | None, planned: Schedule | None) -> C
     count = max(LEAST_VALIDATED, count)
     if rows.held_out is not None:
         count = min(count, rows.held_out)
-    return Choice(count, tr("recipe: validation takes about {share:.0%} of the training time or less", share=SHARE))
+    return Choice(count, tr("recipe: validation takes a small share of the training time"))

@@ -26,22 +26,15 @@ OFFLOAD = 1.03  # what parking the layer inputs in RAM costs beside the travel
 def sent_bytes(shape: Shape, recipe: Recipe) -> float:
     """Bytes a card sends in an optimizer step, by ring: (N-1)/N of what is gathered or scattered, twice of a sum.
 
-    DDP sums float32 gradients once, FSDP2 scatters them once, DeepSpeed scatters 16-bit ones in every micro-step.
-    ZeRO-2 then gathers the new adapters. Sharded weights are gathered twice in a micro-step, forward and backward:
-    gradient checkpointing computes a layer again while its weights are there.
+    Float32 gradients are summed once, or scattered where weights are sharded. Those are gathered twice in a
+    micro-step, forward and backward: gradient checkpointing computes a layer again while its weights are there.
     """
-    trained = shape.adapter_params(recipe.r)
-    micro_steps = recipe.gradient_accumulation_steps
-    size: float = trained * GRADIENT
-    if recipe.engine == "ddp":
-        size *= 2
-    if recipe.strategy.deepspeed:
-        size = trained * recipe.number_bytes * micro_steps
-    if recipe.strategy.shards:
+    size: float = shape.adapter_params(recipe.r) * GRADIENT
+    if recipe.shards:
         weights = terms(shape, recipe)["weights"][0].size
-        size += 2 * weights * micro_steps
-    elif recipe.strategy.deepspeed:
-        size += trained * recipe.number_bytes
+        size += 2 * weights * recipe.gradient_accumulation_steps
+    else:
+        size *= 2
     return size * (1 - 1 / recipe.cards)
 
 

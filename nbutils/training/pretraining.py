@@ -310,10 +310,8 @@ def with_recipe(
     cards = [gpus.of_machine(resolved.gpu)] if resolved.gpu else [gpus.find(name) for name in RENTED_OFTEN]
     forecasts = [plan.pretraining(shape, card, rows.length, batch, steps) for card in cards]
     size = forecasts[0].per_device_train_batch_size
-    recomputes = forecasts[0].gradient_checkpointing
     if not resolved.gpu:
         size = _micro_batch_on_cpu(batch, rows.length)
-        recomputes = False
     chosen = _chosen(resolved)
     size = chosen.get("per_device_train_batch_size", size)
     recipe: dict[str, Any] = {
@@ -329,7 +327,7 @@ def with_recipe(
         "max_grad_norm": 1.0,
         "optim": "adamw_torch_fused",
         "packing": False,
-        "gradient_checkpointing": recomputes,
+        "gradient_checkpointing": False,
         "activation_offloading": False,
         "use_liger_kernel": False,
         "save_total_limit": 2,

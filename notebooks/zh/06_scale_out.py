@@ -157,13 +157,12 @@ print("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600", shlex.join([*together, *lesson.argum
 # %% [markdown]
 # ## 几张卡放得下多大的模型
 #
-# 表里是每张卡要用的显存（GiB），括号里是最小要多大的卡（另留 8 % 和 0.5 GiB 余量）。`2 x 8` 指两台机器、每台八张卡。`ddp` 和 `fsdp_qlora` 的模型是 4 bit，`fsdp_lora` 是 16 bit；micro-batch 是一条 2,048 个 token 的样本，打开梯度检查点。这些都是预估。想看其他并行策略，就把名字写进单元格里。`python -m nbutils plan --engine fsdp_qlora --gpus 8 --model Qwen2.5-72B` 还会写明机器要多少内存：每个进程都要先在内存里加载一份 4 bit 模型，所以八张卡训练 72B，启动时要 307 GiB 内存。
+# 表里是每张卡要用的显存（GiB），括号里是最小要多大的卡（另留 8 % 和 0.5 GiB 余量）。`2 x 8` 指两台机器、每台八张卡。`ddp` 和 `fsdp_qlora` 的模型是 4 bit，`fsdp_lora` 是 16 bit；micro-batch 是一条 2,048 个 token 的样本，打开梯度检查点。这些都是预估。想看其他并行策略，就把名字写进单元格里（DeepSpeed 的预估没有那么准）。机器还要有足够的内存：用 `fsdp_qlora` 时每个进程都要先在内存里加载一份 4 bit 模型，所以八张卡训练 72B，启动时要 307 GiB 内存。
 
 # %%
 from nbutils import display
 from nbutils.models import find_shape
 from nbutils.plan import gpus, memory
-from nbutils.plan.strategies import table_recipe
 
 cards = {141: "H200", 80: "A100-80GB", 48: "L40S", 24: "RTX 4090", 16: "T4"}
 limits = {size: memory.limit_gib(gpus.find(name)) for size, name in cards.items()}
@@ -172,7 +171,7 @@ for model in ("Qwen2.5-14B", "Qwen2.5-32B", "Qwen2.5-72B"):
     for machines, each in [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8)]:
         row = {"模型": model, "卡数": f"{machines} x {each}" if machines > 1 else each}
         for name in ("ddp", "fsdp_qlora", "fsdp_lora"):
-            gib = memory.peak_gib(find_shape(model), table_recipe(name, machines * each))
+            gib = memory.peak_gib(find_shape(model), plan.table_recipe(name, machines * each))
             row[name] = f"{gib:.1f} (没有)"
             for size, limit in limits.items():
                 if gib <= limit:
@@ -186,7 +185,7 @@ print(display.aligned(table))
 # %%
 from nbutils.language import tr
 
-shape, recipe = find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4)
+shape, recipe = find_shape("Qwen2.5-72B"), plan.table_recipe("fsdp_qlora", 4)
 for part, size in memory.parts(shape, recipe).items():
     print(f"{size:6.2f} GiB  {tr(part)}")
     for term in memory.terms(shape, recipe).get(part, []):
