@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from nbutils import display
 from nbutils.language import printable, tr
 
 if TYPE_CHECKING:
-    from openai import OpenAI, Stream
+    from openai import OpenAI
 
 DRAW_SECONDS = 0.05  # between two drawings of a growing answer; servers of notebooks drop what comes faster
 
@@ -26,42 +23,28 @@ class Talk:
         self.model = model
         self.client = client
         self.opening = opening
-        self.settings = {"model": model, "stream": True, **settings}
+        self.settings = settings
         self.history: list[dict[str, str]] = []
-        self.answer_stream: Stream[Any] | None = None
-        self.stopped = False
 
     def stream(self, text: str) -> Iterator[str]:
         """The answer so far, again and again while it grows."""
         question = {"role": "user", "content": text}
         messages: Any = [*self.opening, *self.history, question]
+        chunks: Any = self.client.chat.completions.create(
+            model=self.model,
+            messages=messages,
+            stream=True,
+            **self.settings,
+        )
         answer = ""
-        self.stopped = False
-        self.answer_stream = None
-        try:
-            with self.client.chat.completions.create(messages=messages, **self.settings) as self.answer_stream:
-                for chunk in self.answer_stream:
-                    for choice in chunk.choices:  # the last chunk has only the usage
-                        answer += choice.delta.content or ""
-                    yield answer
-                    if self.stopped:
-                        break
-        except Exception:
-            if not self.stopped:  # else it is the connection that `stop` shut
-                raise
-        if answer:  # a question without an answer would confuse the next one
-            self.history += [question, {"role": "assistant", "content": answer}]
-
-    def stop(self) -> None:
-        """End the answer, also while the server is silent: closing alone would not wake the thread that reads."""
-        self.stopped = True
-        if self.answer_stream:
-            connection = self.answer_stream.response.extensions["network_stream"]
-            with suppress(OSError):  # it has ended meanwhile
-                connection.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        for chunk in chunks:
+            for choice in chunk.choices:  # the last chunk has only the usage
+                answer += choice.delta.content or ""
+            yield answer
+        self.history += [question, {"role": "assistant", "content": answer}]
 
 
-def chat(talk: Talk, example: str, live: bool = True) -> Box | None:
+def chat(talk: Talk, example: str, live: bool = True) -> Any:
     """Print an example with the model's answer; below it, where somebody watches, a box to type in.
 
     Example: chat_widget.chat(chat_widget.Talk(client, "course"), "Where is order 2041?")
@@ -74,56 +57,44 @@ def chat(talk: Talk, example: str, live: bool = True) -> Box | None:
         return None
     from IPython import display as ipython
 
-    box = Box(talk)
-    ipython.display(box.whole)
+    box = chat_box(talk)
+    ipython.display(box)
     return box
 
 
-class Box:
-    """The widgets: what was said, a line to type in, and a button to stop. To start over, run the cell again."""
+def chat_box(talk: Talk) -> Any:
+    """The widgets: what was said, and below it a line to type in. To start over, run the cell again."""
+    import ipywidgets as widgets
 
-    def __init__(self, talk: Talk) -> None:
-        import ipywidgets as widgets
+    dialogue = widgets.HTML()
+    question = widgets.Text(
+        placeholder=tr("Type a message and press Enter"),
+        layout={"width": "80%"},
+    )
+    lines: list[tuple[str, str]] = []  # who said what
 
-        self.talk = talk
-        self.lines: list[tuple[str, str]] = []  # who said what
-        self.dialogue = widgets.HTML()
-        self.question = widgets.Text(
-            placeholder=tr("Type a message and press Enter"),
-            layout={"width": "80%"},
-        )
-        self.stop = widgets.Button(description=tr("Stop"), disabled=True)  # enabled while the model answers
-        self.whole = widgets.VBox([self.dialogue, widgets.HBox([self.question, self.stop])])
-        with warnings.catch_warnings():  # version 8 would rather watch `value`, which also changes when focus is lost
-            warnings.simplefilter("ignore")
-            self.question.on_submit(lambda _: self.ask(self.question.value))
-        self.stop.on_click(lambda _: talk.stop())
-        self._draw()
+    def draw() -> float:
+        dialogue.value = display.render("chat.html", name=talk.model, lines=lines)
+        return time.monotonic()
 
-    def ask(self, text: str) -> None:
-        """Ask the model; nothing happens while it answers."""
-        if text.strip() and self.stop.disabled:
-            self.question.value = ""
-            self.stop.disabled = False
-            threading.Thread(target=self._answer, args=(text.strip(),), daemon=True).start()
-
-    def _answer(self, text: str) -> None:
-        answer = ""
-        self.lines += [("you", text), ("model", "…")]
-        self._draw()
+    def ask(_: object) -> None:
+        text = question.value.strip()
+        if not text:
+            return
+        question.value = ""
+        lines.extend([("you", text), ("model", "…")])
+        drawn = draw()
         try:
-            for answer in self.talk.stream(text):
-                self.lines[-1] = ("model", answer)
-                if time.monotonic() - self.drawn > DRAW_SECONDS:
-                    self._draw()
-            if self.talk.stopped:
-                answer += tr(" [stopped]")
-            self.lines[-1] = ("model", answer)
-        except Exception as problem:  # a thread has nobody to raise to: the box shows it
-            self.lines[-1] = ("problem", f"{type(problem).__name__}: {problem} {tr('Is the server still running?')}")
-        self._draw()
-        self.stop.disabled = True
+            for answer in talk.stream(text):
+                lines[-1] = ("model", answer)
+                if time.monotonic() - drawn > DRAW_SECONDS:
+                    drawn = draw()
+        except Exception as problem:  # of a widget it would go to a log: the box shows it
+            lines[-1] = ("problem", f"{type(problem).__name__}: {problem} {tr('Is the server still running?')}")
+        draw()
 
-    def _draw(self) -> None:
-        self.drawn = time.monotonic()
-        self.dialogue.value = display.render("chat.html", name=self.talk.model, lines=self.lines)
+    with warnings.catch_warnings():  # version 8 would rather watch `value`, which also changes when focus is lost
+        warnings.simplefilter("ignore")
+        question.on_submit(ask)
+    draw()
+    return widgets.VBox([dialogue, question])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -89,7 +88,7 @@ def run(
     if settings:
         parameters["SET"] = ", ".join(settings)
     folder = course.run_lessons(course.select(only), parameters)
-    print(f"\n{course.summary(folder)}")
+    print(f"\n{record.summary(folder)}")
 
 
 @app.command("compare")
@@ -102,7 +101,7 @@ def compare_runs(runs: Words, out: Path | None, as_json: bool) -> None:
 
     by_name = {name: compare.load_run(record.find_run(name)) for name in runs}
     if as_json:
-        values = {name: asdict(run) for name, run in by_name.items()}
+        values = {name: run.model_dump() for name, run in by_name.items()}
         _print_json({"differing": compare.differing(by_name), "runs": values})
     else:
         compare.show_runs(by_name)

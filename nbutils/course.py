@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import ChainMap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,15 +33,11 @@ def select(only: Sequence[str]) -> list[str]:
 
 def split_parameters(parameters: dict[str, str], stems: Sequence[str]) -> dict[str, Facts]:
     """Typed parameters for each lesson: every name must belong to at least one of them."""
-    known: dict[str, type] = {}
-    by_lesson: dict[str, Facts] = {}
+    types = {stem: lesson.declared_in(NOTEBOOKS / f"{stem}.py") for stem in stems}
+    values = lesson.check(parameters, ChainMap(*types.values()))
+    by_lesson = {}
     for stem in stems:
-        types = lesson.declared_in(NOTEBOOKS / f"{stem}.py")
-        known |= types
-        by_lesson[stem] = {}
-        for name in parameters.keys() & types.keys():
-            by_lesson[stem][name] = lesson.parse(name, parameters[name], types[name])
-    lesson.refuse_unknown(parameters, known)
+        by_lesson[stem] = {name: value for name, value in values.items() if name in types[stem]}
     return by_lesson
 
 
@@ -69,7 +66,7 @@ def run_lessons(stems: Sequence[str], parameters: dict[str, str]) -> RunFolder:
                 raise _stopped(stem, signal.Signals(received[0]))
             if stem == "03_qlora":
                 lesson.require_trained(folder)
-    work.ended("finished", summary(folder))
+    work.ended("finished", record.summary(folder))
     return folder
 
 
@@ -129,14 +126,3 @@ def execute(stem: str, output: Path, values: Facts) -> None:
             todo=tr("Give the same command again. What is done is not repeated."),
         ) from failure
     unfinished.replace(output)
-
-
-def summary(folder: RunFolder) -> str:
-    """Where everything is, and whether the tuning helped."""
-    lines = [tr("results      {folder}: report.md, facts.json, notebooks", folder=folder.path)]
-    evaluation = record.load_facts(folder.facts).lessons.merged.evaluation
-    if evaluation.verdict:
-        outcome = record.outcome(evaluation.verdict, evaluation.general.verdict)
-        page = folder.path / "evaluation" / "report.html"
-        lines.append(tr("the tuning   {verdict}; why: {page}", verdict=outcome, page=page))
-    return "\n".join(lines)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -120,7 +119,7 @@ class Trained:
     @property
     def ends(self) -> tuple[float, float]:
         """The training loss at the start and at the end, each a mean of a few; zeros if there is none."""
-        losses = [loss for _, loss in self.train if math.isfinite(loss)] or [0.0]
+        losses = [loss for _, loss in self.train] or [0.0]
         return fmean(losses[:3]), fmean(losses[-3:])
 
 
@@ -148,16 +147,13 @@ def _in_the_loss(run: Trained) -> Faults:
 
 
 def _not_a_number(run: Trained) -> str:
-    """The loss is NaN or infinite: the log says so, or ends before the training did, or float16 skipped many steps."""
+    """The loss is NaN or infinite: the log ends before the training did, or float16 skipped many steps."""
     steps = run.facts.steps
-    wrong = [step for step, loss in run.train if not math.isfinite(loss)]
     interval = run.facts.settings.get("sft.logging_steps")
     if run.train and isinstance(interval, int):
         last, _ = run.train[-1]
         if steps - last > 2 * interval:  # a loss that is not a number is not written
-            wrong.append(last + 1)
-    if wrong:
-        return tr("the loss is not a number from step {step} on", step=min(wrong))
+            return tr("the loss is not a number from step {step} on", step=last + 1)
     skipped = run.facts.skipped_steps or 0
     if skipped > LARGE_SHARE * steps:
         return tr("{count} of {steps} steps were skipped: float16 overflowed", count=skipped, steps=steps)

@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -249,21 +250,9 @@ class LiveOutput:
             print(text, flush=True)
 
 
-def live_line(parts: Mapping[str, str]) -> str:
-    """The numbers in one line."""
-    return " · ".join(_worded(name, value) for name, value in parts.items())
-
-
-def _worded(name: str, value: str) -> str:
-    """A number of a training with the word that says what it is."""
-    texts = {
-        "loss": tr("loss {value}", value=value),
-        "validation": tr("validation {value}", value=value),
-        "left": tr("{value} left", value=value),
-        "tokens/s": f"{value} tokens/s",
-        "GPU": f"GPU {value}",
-    }
-    return texts.get(name, value)
+def live_line(numbers: Mapping[str, str]) -> str:
+    """The numbers of a training in one line."""
+    return " · ".join(f"{tr(name)} {value}" for name, value in numbers.items())
 
 
 def live_page(
@@ -290,10 +279,8 @@ def _finite(curve: Losses) -> Losses:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as a person reads them: 0:07, 12:34, 1:02:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    """Seconds as a person reads them: 0:00:07, 1:02:03."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 class LiveLines(io.TextIOBase):

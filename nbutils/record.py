@@ -246,6 +246,21 @@ def outcome(verdict: str, general: str = "") -> str:
     return joined(words, ";")
 
 
+def summary(run: RunFolder) -> str:
+    """Where everything of a run is, how far its training is, and whether the tuning helped."""
+    lessons = load_facts(run.facts).lessons
+    trained = lessons.trained
+    evaluation = lessons.merged.evaluation
+    lines = [tr("results      {folder}: report.md, facts.json, notebooks", folder=run.path)]
+    if trained.planned_steps:
+        lines.append(tr("training     step {steps} of {planned}", steps=trained.steps, planned=trained.planned_steps))
+    if evaluation.verdict:
+        verdict = outcome(evaluation.verdict, evaluation.general.verdict)
+        page = run.path / "evaluation" / "report.html"
+        lines.append(tr("the tuning   {verdict}; why: {page}", verdict=verdict, page=page))
+    return "\n".join(lines)
+
+
 def update(path: Path, top: Facts, lesson: str, facts: Facts, outdated: Sequence[str] = ()) -> Facts:
     """Merge `top` and one lesson's facts into the record, without `outdated` lessons; None keeps what was measured."""
     record = read_facts(path) | top
@@ -311,7 +326,7 @@ def readable_value(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return f"{value:,.6g}"
     if isinstance(value, list):
         return joined(map(readable_value, value), ";")
     if not isinstance(value, dict):

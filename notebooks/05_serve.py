@@ -252,7 +252,7 @@ print(f"[{' OK ' if len(answers) > 1 else 'todo'}] exercise: saw {len(answers)} 
 # %% [markdown]
 # ## Chat
 #
-# One example. With `KEEP_RUNNING` a chat box follows: type, press Enter, and watch the answer grow; *Stop* ends it.
+# One example. With `KEEP_RUNNING` a chat box follows: type, press Enter, and watch the answer grow.
 
 # %%
 from nbutils import chat_widget

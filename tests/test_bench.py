@@ -375,7 +375,10 @@ def test_settings_that_differ_and_what_came_of_them_are_shown(home: Path, tmp_pa
     whole = json.loads(invoke("compare", "one", "two", "--json", "--out", str(tmp_path / "out")).stdout)
     assert whole["differing"] == ["data", "lora.r"] and whole["runs"]["two"]["settings"]["lora.r"] == 64
     one = whole["runs"]["one"]
-    assert one["trained"]["validation_loss"]["best"] == 0.3 and one["scores"]["exact_match"] == ESTIMATE
+    assert (
+        one["trained"]["validation_loss"]["best"] == 0.3
+        and one["evaluation"]["scores"]["exact_match"]["merged"] == ESTIMATE
+    )
     assert {name for entry in one["history"] for name in entry} == {"step", "loss", "eval_loss"}
     assert (tmp_path / "out/compare.png").stat().st_size > 10_000
     with refused("no run 'twoo' in ", "one, two; or the"):
@@ -473,10 +476,7 @@ def run_folder(folder: Path, processes: int, losses: dict[int, float], speed: fl
 def test_one_process_and_several_are_compared(tmp_path: Path) -> None:
     alone = run_folder(tmp_path / "alone", 1, {10: 4.0, 20: 2.0}, 1000.0)
     compared = compare.speed_up(alone, run_folder(tmp_path / "together", 2, {10: 4.0, 20: 2.01}, 1800.0))
-    assert compared.difference == pytest.approx(0.005) and compared.same_work and compared.times == 1.8
-    facts = compare.speed_up_facts(compared)
-    assert facts["tokens_per_second"] == {"alone": 1000.0, "together": 1800.0} and facts["speedup"] == 1.8
-    assert compare.speed_up_facts(None) == dict.fromkeys(facts)
+    assert compared.loss_difference == pytest.approx(0.005) and compared.same_work and compared.speedup == 1.8
     for name, losses in {"apart": {10: 4.0, 20: 2.1}, "diverged": {10: 4.0}}.items():  # nan is not in the file
         assert not compare.speed_up(alone, run_folder(tmp_path / name, 2, losses, 0.0)).same_work
     with refused("logged no step in common"):

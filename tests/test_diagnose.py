@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import socket
 import time
@@ -169,7 +168,6 @@ def test_measured_curves_are_told_apart(name: str, found: list[str]) -> None:
     "name, faults",
     [
         ("failed", {"failure": "died at step 5"}),
-        ("not_a_number", {"train": [(1, 2.0), (2, math.nan)]}),
         ("not_a_number", {"facts": FACTS.model_copy(update={"skipped_steps": 30})}),
         (
             "not_a_number",

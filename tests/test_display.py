@@ -1,19 +1,16 @@
-"""Tables, plots and live numbers, plain without a frontend; the chat: streamed, stoppable, printed without one."""
+"""Tables, plots and live numbers, plain without a frontend; the chat: streamed, printed without one."""
 
 import json
 import math
-import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import wcwidth
-from support import ESCAPES, steers, wait_for
+from support import ESCAPES, steers
 
 from nbutils import chat_widget, display
 from nbutils.hardware import Choice
@@ -95,11 +92,11 @@ def test_headings_of_tables_are_translated(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_live_numbers_as_a_line_and_as_a_page() -> None:
-    assert [display.clock(seconds) for seconds in (7, 59.6, 3723)] == ["0:07", "1:00", "1:02:03"]
-    parts = {"": "step 7 of 30", "loss": "<1.5", "tokens/s": "2,000", "memory": "peak 3.00 GiB", "left": "0:42"}
-    assert display.live_line(parts) == "step 7 of 30 · loss <1.5 · 2,000 tokens/s · peak 3.00 GiB · 0:42 left"
+    assert [display.clock(seconds) for seconds in (7, 59.6, 3723)] == ["0:00:07", "0:01:00", "1:02:03"]
+    numbers = {"loss": "<1.5", "tokens/s": "2,000", "peak": "3.00 GiB", "time left": "0:00:42"}
+    assert display.live_line(numbers) == "loss <1.5 · tokens/s 2,000 · peak 3.00 GiB · time left 0:00:42"
     losses = [(step, 1 / step) for step in range(1, 5001)] + [(5001, math.nan), (5002, math.inf)]
-    page = display.live_page(parts, 3000, 6000, losses, [(10, 0.5)], ["[WARN] step 1 skipped"])
+    page = display.live_page({"": "step 7", **numbers}, 3000, 6000, losses, [(10, 0.5)], ["[WARN] step 1 skipped"])
     assert "width:50.0%" in page and "&lt;1.5" in page and "[WARN] step 1 skipped" in page and "nan" not in page
     points = page.split('points="')[1].split('"')[0].split()
     assert 100 < len(points) <= display.POINTS + 1 and len(page) < 8000
@@ -139,12 +136,11 @@ class Client:
         self.fails = False
         self.chat = SimpleNamespace(completions=self)
 
-    @contextmanager
     def create(self, **request: Any) -> Iterator[Any]:
         self.requests.append(request)
         if self.fails:
             raise ConnectionError("refused")
-        yield self.chunks()
+        return self.chunks()
 
     def chunks(self) -> Iterator[Any]:
         for place, word in enumerate(self.words):
@@ -152,21 +148,24 @@ class Client:
         yield SimpleNamespace(choices=[])  # the chunk that has only the usage
 
 
-def talk(client: Any, name: str = "tuned", **settings: Any) -> chat_widget.Talk:
-    return chat_widget.Talk(client, name, **settings)
+def talk(client: Any, **settings: Any) -> chat_widget.Talk:
+    return chat_widget.Talk(client, "tuned", **settings)
 
 
-def finished(box: chat_widget.Box) -> str:
-    """What the box shows, once the answer is there."""
-    wait_for(lambda: box.stop.disabled, 5)
-    return str(box.dialogue.value)
+def type_in(box: Any, text: str) -> str:
+    """Type into the box and press Enter; what it shows then."""
+    dialogue, question = box.children
+    question.value = text
+    question._handle_string_msg(question, {"event": "submit"}, [])  # what the browser sends on Enter
+    assert question.value == ""
+    return str(dialogue.value)
 
 
 def test_the_next_question_knows_the_last_answer() -> None:
     client = Client()
-    said = talk(client, opening=[{"role": "system", "content": "be brief"}], max_tokens=9)
-    assert list(said.stream("你好"))[-1] == "one two three"
-    list(said.stream("and?"))
+    conversation = talk(client, opening=[{"role": "system", "content": "be brief"}], max_tokens=9)
+    assert list(conversation.stream("你好"))[-1] == "one two three"
+    list(conversation.stream("and?"))
     assert [message["role"] for message in client.requests[1]["messages"]] == ["system", "user", "assistant", "user"]
     assert {"model": "tuned", "max_tokens": 9, "stream": True}.items() <= client.requests[0].items()
 
@@ -179,60 +178,22 @@ def test_where_nobody_can_type_the_dialogue_is_printed(capsys: Any) -> None:
 
 
 def test_a_box_is_shown_where_somebody_watches(notebook: list[Any]) -> None:
-    box = chat_widget.chat(talk(Client()), "hello")
-    assert box and notebook == [box.whole] and not box.talk.history
+    conversation = talk(Client())
+    box = chat_widget.chat(conversation, "hello")
+    assert box and notebook == [box] and not conversation.history
     assert chat_widget.chat(talk(Client()), "hello", live=False) is None
 
 
 def test_a_box_asks_and_escapes_what_it_shows() -> None:
     client = Client("old <b> 话")
-    box = chat_widget.Box(talk(client))
-    box.question.value = " 订单 "
-    box.question._handle_string_msg(box.question, {"event": "submit"}, [])  # what the browser sends on Enter
-    assert "old &lt;b&gt; 话" in finished(box) and box.question.value == ""
+    assert "old &lt;b&gt; 话" in type_in(chat_widget.chat_box(talk(client)), " 订单 ")
     assert client.requests[0]["messages"][-1]["content"] == "订单"
 
 
-class SilentServer(BaseHTTPRequestHandler):
-    """Streams one word as vLLM does, then says nothing until the connection is closed."""
-
-    protocol_version = "HTTP/1.1"
-    left: ClassVar[list[bytes]] = []  # what was read in the end: nothing, of a closed connection
-
-    def do_POST(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        piece = b'data: {"choices": [{"index": 0, "delta": {"content": "word"}}]}\n\n'
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.left.append(self.rfile.read(1))
-        self.close_connection = True
-
-
-def test_stop_ends_an_answer_also_while_the_server_is_silent() -> None:
-    from openai import OpenAI
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), SilentServer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        client = OpenAI(base_url=f"http://127.0.0.1:{server.server_port}", api_key="x", max_retries=0)
-        box = chat_widget.Box(talk(client))
-        box.ask("tell me")
-        wait_for(lambda: "word" in box.lines[-1][1], 5)
-        box.ask("me too")  # not while it answers
-        box.stop.click()
-        assert "word [stopped]" in finished(box) and box.talk.history[-1]["content"] == "word"
-        wait_for(lambda: SilentServer.left == [b""], 5)  # the server sees that nobody listens
-        server.shutdown()
-
-
-def test_a_problem_is_shown_in_the_column_and_the_box_lives() -> None:
+def test_a_problem_is_shown_in_the_box_and_the_box_lives() -> None:
     client = Client()
     client.fails = True
-    box = chat_widget.Box(talk(client))
-    box.ask("hello")
-    assert "ConnectionError: refused" in finished(box)
+    box = chat_widget.chat_box(talk(client))
+    assert "ConnectionError: refused" in type_in(box, "hello")
     client.fails = False
-    box.ask("again")
-    assert "one two three" in finished(box) and len(client.requests[1]["messages"]) == 1
+    assert "one two three" in type_in(box, "again") and len(client.requests[1]["messages"]) == 1

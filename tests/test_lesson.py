@@ -67,8 +67,8 @@ def test_names_that_are_no_parameters_are_refused(collected: Any, monkeypatch: p
     monkeypatch.setattr(platforms, "in_kernel", lambda: True)
     cell = '# Parameters\nSTEPS = 5\nPAPERMILL_OUTPUT_PATH = "o"\n'
     assert collected("", In=["", "x = 1", cell, "Y = 2"])["STEPS"] == 3
-    with refused("Unknown parameter STEPZ.", "Allowed: STEPS, HOURS"):
-        collected("", In=[cell + "STEPZ = 5\n"])
+    with refused("Parameter STEPZ is 5. Extra inputs are not permitted.", "Allowed: STEPS, HOURS"):
+        collected("", In=[cell + "STEPZ = 5\n"], STEPZ=5)
 
 
 def test_a_run_without_a_name_is_called_after_its_profile(home: Path) -> None:
@@ -259,12 +259,13 @@ def test_an_attached_run_does_not_choose_a_model_or_profile(attached: Any, model
 
 
 @pytest.mark.parametrize("name", ["data", "facts.json"])
-def test_an_attached_run_that_is_a_link_is_left_alone(attached: Any, name: str, tmp_path: Path) -> None:
+def test_an_attached_run_that_is_a_link_is_refused(attached: Any, name: str, tmp_path: Path) -> None:
     former, folders = attached
     (former.path / name).rename(tmp_path / name)
     (former.path / name).symlink_to(tmp_path / name)
-    run, _ = opened({"RUN_NAME": "mine", "PROFILE": "tiny"}, folders)
-    assert not run.data.exists() and record.read_facts(run.facts)["by_auto"] is False
+    with refused(str(former.path / name), "is a link", "another RUN_NAME"):
+        opened({"RUN_NAME": "mine", "PROFILE": "tiny"}, folders)
+    assert not (folders.keep / "mine").exists()
 
 
 def test_an_attached_run_overwrites_no_data(attached: Any) -> None:

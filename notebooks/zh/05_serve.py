@@ -230,7 +230,7 @@ print(f"[{' OK ' if len(answers) > 1 else '待做'}] 5 个回答有 {len(answers
 # %% [markdown]
 # ## 聊天
 #
-# 先看一个例子。设了 `KEEP_RUNNING`，后面会有聊天框：输入文字，按回车，看着回答一点点出来；点“停止”可以中止。
+# 先看一个例子。设了 `KEEP_RUNNING`，后面会有聊天框：输入文字，按回车，看着回答一点点出来。
 
 # %%
 from nbutils import chat_widget
