@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nbutils import display, install, lesson, notices, record
-from nbutils.errors import CourseError, LessonFailed, StoppedByHand, Unfinished
+from nbutils.errors import CourseError, StoppedByHand, Unfinished
 from nbutils.files import NOTEBOOKS, make_folder
 from nbutils.language import language, tr
 from nbutils.papermill_io import signals_to_kernel
@@ -79,9 +79,7 @@ def _stopped(stem: str, received: signal.Signals) -> CourseError:
             signal=received.name,
             lesson=stem,
         ),
-        todo=tr(
-            "Give the same command again. What is done is not repeated, and a training that was stopped continues."
-        ),
+        todo=tr("Give the same command again. What is done is not repeated."),
     )
 
 
@@ -106,23 +104,19 @@ def execute(stem: str, output: Path, values: Facts) -> None:
             extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # the kernel's own remarks would break the bar
         )
     except PapermillExecutionError as failure:
-        raise LessonFailed(
+        problem = f"{failure.ename}: {failure.evalue}"
+        raise CourseError(
             tr(
-                "Lesson {lesson} failed in cell {cell}; {output} shows where.",
+                "Lesson {lesson} failed in cell {cell}: {problem}",
                 lesson=stem,
                 cell=failure.exec_count,
-                output=unfinished,
+                problem=problem,
             ),
-            todo=tr("Fix the cause shown below, then run the same command again."),
-            problem=f"{failure.ename}: {failure.evalue}",
+            todo=tr("Mend the cause, then give the same command again. {output} shows the cell.", output=unfinished),
         ) from failure
     except DeadKernelError as failure:
         raise CourseError(
-            tr(
-                "The kernel of lesson {lesson} ended before the lesson did. It was stopped, or the machine's "
-                "memory was full.",
-                lesson=stem,
-            ),
+            tr("The kernel of lesson {lesson} was stopped, or the machine's memory was full.", lesson=stem),
             todo=tr("Give the same command again. What is done is not repeated."),
         ) from failure
     unfinished.replace(output)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
@@ -25,7 +25,6 @@ FEW_POINTS = 30  # of a plotted curve; each is marked
 CHOICE_WIDTHS = (40, 26, 50)  # of a table of choices: what, value, why
 WRAPPED_WIDTH = 110  # of a line of prose
 LIVE_LINE = re.compile(r"\[WARN\]|[^:]* · ")  # of a training, in any language
-FONT = "fonts/NotoSansSC-Regular.ttf"  # in the package zhplot: matplotlib's own font has no Chinese
 CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curves.py
 Losses = Sequence[tuple[int, float]]  # step and loss
 Row = Mapping[str, Any]  # of a table: its cells by heading
@@ -143,13 +142,12 @@ def columns_of(lines: Sequence[Sequence[str]]) -> str:
 def pyplot() -> Any:
     """matplotlib.pyplot, which can also write Chinese if that is the language of the course."""
     import matplotlib.pyplot as plt
-    from matplotlib import font_manager
 
-    package = importlib.util.find_spec("zhplot")
-    if language() == "zh" and package and package.origin:
-        font = Path(package.origin).parent / FONT
-        font_manager.fontManager.addfont(font)
-        plt.rcParams["font.family"] = ["DejaVu Sans", font_manager.FontProperties(fname=font).get_name()]
+    if language() == "zh":
+        with suppress(ImportError):  # where matplotlib alone was installed
+            import zhplot
+
+            zhplot.matplotlib_chineseize()
     return plt
 
 

@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
 # %% [markdown]
 # `FOLDER` is a model folder to serve instead of the merged model of lesson 04, for example an export. `PORT` 0 takes
 # a port that the platform makes public (AutoDL), or else any free port. `QUESTIONS` 0 asks as many held-out questions as lesson 04 did.
-# `KEEP_RUNNING` leaves the server up at the end, with a chat box; it stops when you close this notebook. `STOP_OTHERS` stops a server
+# `KEEP_RUNNING` leaves the server up at the end, with a chat; it stops when you close this notebook. `STOP_OTHERS` stops a server
 # that another notebook of this run has started.
 
 # %% tags=["parameters"]
@@ -252,14 +252,26 @@ print(f"[{' OK ' if len(answers) > 1 else 'todo'}] exercise: saw {len(answers)} 
 # %% [markdown]
 # ## Chat
 #
-# One example. With `KEEP_RUNNING` a chat box follows: type, press Enter, and watch the answer grow.
+# The server remembers nothing: in a chat the whole conversation so far is sent each time, and the answer is added to it. One
+# example comes first.
 
 # %%
-from nbutils import chat_widget
+*history, last = model.questions[-1]
+message = last["content"]
+print(message)
 
-*opening, last = model.questions[-1]
-talk = chat_widget.Talk(client, server.model_name, opening=opening, max_tokens=64, temperature=0)
-box = chat_widget.chat(talk, last["content"], live=KEEP_RUNNING)
+# %% [markdown]
+# With `KEEP_RUNNING` you can go on: write `message = "..."` as the first line of this cell and run it again. The cell above
+# begins a new conversation.
+
+# %%
+history.append({"role": "user", "content": message})
+answer = ""
+for chunk in client.chat.completions.create(**options | {"messages": history}, stream=True):
+    piece = chunk.choices[0].delta.content or ""
+    print(piece, end="", flush=True)
+    answer += piece
+history.append({"role": "assistant", "content": answer})
 
 # %% [markdown]
 # ## Stop

@@ -1,18 +1,16 @@
-"""Tables, plots and live numbers, plain without a frontend; the chat: streamed, printed without one."""
+"""Tables, plots and live numbers, plain without a frontend."""
 
 import json
 import math
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import wcwidth
-from support import ESCAPES, steers
 
-from nbutils import chat_widget, display
+from nbutils import display
 from nbutils.hardware import Choice
 
 
@@ -125,75 +123,3 @@ def test_bars_of_libraries_are_calm_where_no_one_watches(
     display.calm_bars()
     list(tqdm.auto.tqdm(range(3), desc="short work"))
     assert ("short work" in capsys.readouterr().err) is watched
-
-
-class Client:
-    """An OpenAI client whose server streams words."""
-
-    def __init__(self, words: str = "one two three") -> None:
-        self.words = words.split(" ")
-        self.requests: list[dict[str, Any]] = []
-        self.fails = False
-        self.chat = SimpleNamespace(completions=self)
-
-    def create(self, **request: Any) -> Iterator[Any]:
-        self.requests.append(request)
-        if self.fails:
-            raise ConnectionError("refused")
-        return self.chunks()
-
-    def chunks(self) -> Iterator[Any]:
-        for place, word in enumerate(self.words):
-            yield SimpleNamespace(choices=[SimpleNamespace(delta=SimpleNamespace(content=" " * (place > 0) + word))])
-        yield SimpleNamespace(choices=[])  # the chunk that has only the usage
-
-
-def talk(client: Any, **settings: Any) -> chat_widget.Talk:
-    return chat_widget.Talk(client, "tuned", **settings)
-
-
-def type_in(box: Any, text: str) -> str:
-    """Type into the box and press Enter; what it shows then."""
-    dialogue, question = box.children
-    question.value = text
-    question._handle_string_msg(question, {"event": "submit"}, [])  # what the browser sends on Enter
-    assert question.value == ""
-    return str(dialogue.value)
-
-
-def test_the_next_question_knows_the_last_answer() -> None:
-    client = Client()
-    conversation = talk(client, opening=[{"role": "system", "content": "be brief"}], max_tokens=9)
-    assert list(conversation.stream("你好"))[-1] == "one two three"
-    list(conversation.stream("and?"))
-    assert [message["role"] for message in client.requests[1]["messages"]] == ["system", "user", "assistant", "user"]
-    assert {"model": "tuned", "max_tokens": 9, "stream": True}.items() <= client.requests[0].items()
-
-
-def test_where_nobody_can_type_the_dialogue_is_printed(capsys: Any) -> None:
-    assert chat_widget.chat(talk(Client("new words")), "您好") is None
-    assert capsys.readouterr().out == "you: 您好\ntuned: new words\n"
-    chat_widget.chat(talk(Client(f"words{ESCAPES}")), "hello")
-    assert not steers(capsys.readouterr().out), "a model may have learned anything"
-
-
-def test_a_box_is_shown_where_somebody_watches(notebook: list[Any]) -> None:
-    conversation = talk(Client())
-    box = chat_widget.chat(conversation, "hello")
-    assert box and notebook == [box] and not conversation.history
-    assert chat_widget.chat(talk(Client()), "hello", live=False) is None
-
-
-def test_a_box_asks_and_escapes_what_it_shows() -> None:
-    client = Client("old <b> 话")
-    assert "old &lt;b&gt; 话" in type_in(chat_widget.chat_box(talk(client)), " 订单 ")
-    assert client.requests[0]["messages"][-1]["content"] == "订单"
-
-
-def test_a_problem_is_shown_in_the_box_and_the_box_lives() -> None:
-    client = Client()
-    client.fails = True
-    box = chat_widget.chat_box(talk(client))
-    assert "ConnectionError: refused" in type_in(box, "hello")
-    client.fails = False
-    assert "one two three" in type_in(box, "again") and len(client.requests[1]["messages"]) == 1

@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `FOLDER` 是要部署的模型目录，用来代替第 04 课合并后的模型，例如一个导出的模型。`PORT` 填 0，就用平台对外开放的端口（AutoDL），没有这样的端口就随便用一个空闲的。`QUESTIONS` 填 0，问的验证集问题就和第 04 课一样多。`KEEP_RUNNING` 让服务在结束后继续运行，并给出聊天框；关掉这个 notebook，服务就停止。`STOP_OTHERS` 停掉同一次训练里其他 notebook 启动的服务。
+# `FOLDER` 是要部署的模型目录，用来代替第 04 课合并后的模型，例如一个导出的模型。`PORT` 填 0，就用平台对外开放的端口（AutoDL），没有这样的端口就随便用一个空闲的。`QUESTIONS` 填 0，问的验证集问题就和第 04 课一样多。`KEEP_RUNNING` 让服务在结束后继续运行，并可以聊天；关掉这个 notebook，服务就停止。`STOP_OTHERS` 停掉同一次训练里其他 notebook 启动的服务。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -230,14 +230,24 @@ print(f"[{' OK ' if len(answers) > 1 else '待做'}] 5 个回答有 {len(answers
 # %% [markdown]
 # ## 聊天
 #
-# 先看一个例子。设了 `KEEP_RUNNING`，后面会有聊天框：输入文字，按回车，看着回答一点点出来。
+# 服务什么都不记得：聊天时，每次都要把到目前为止的整段对话发过去，再把回答接在后面。先看一个例子。
 
 # %%
-from nbutils import chat_widget
+*history, last = model.questions[-1]
+message = last["content"]
+print(message)
 
-*opening, last = model.questions[-1]
-talk = chat_widget.Talk(client, server.model_name, opening=opening, max_tokens=64, temperature=0)
-box = chat_widget.chat(talk, last["content"], live=KEEP_RUNNING)
+# %% [markdown]
+# 设了 `KEEP_RUNNING`，就可以接着聊：在这个单元格第一行写 `message = "..."`，再运行一次。上面那个单元格重新开始一段对话。
+
+# %%
+history.append({"role": "user", "content": message})
+answer = ""
+for chunk in client.chat.completions.create(**options | {"messages": history}, stream=True):
+    piece = chunk.choices[0].delta.content or ""
+    print(piece, end="", flush=True)
+    answer += piece
+history.append({"role": "assistant", "content": answer})
 
 # %% [markdown]
 # ## 停止
