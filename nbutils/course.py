@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nbutils import display, install, lesson, notices, record
-from nbutils.errors import CourseError, StoppedByHand, Unfinished
+from nbutils.errors import CourseError, StoppedByHand, Unfinished, require_choice
 from nbutils.files import NOTEBOOKS, make_folder
 from nbutils.language import language, tr
 from nbutils.papermill_io import signals_to_kernel
@@ -18,16 +18,11 @@ from nbutils.record import Facts, RunFolder
 def select(only: Sequence[str]) -> list[str]:
     """The lessons named ("03" or "03_qlora"); the course 01-05 when none is."""
     stems = sorted(file.stem for file in NOTEBOOKS.glob("[0-9][0-9]_*.py"))
+    by_number = {stem[:2]: stem for stem in stems}
     chosen = []
     for name in only:
-        matching = [stem for stem in stems if name in (stem, stem[:2])]
-        if not matching:
-            raise CourseError(
-                tr("There is no lesson {name!r}.", name=name),
-                allowed=", ".join(stems),
-                todo=tr("Write its number, as in --only 03."),
-            )
-        chosen += matching
+        require_choice("--only", name, [*by_number, *stems])
+        chosen.append(by_number[name[:2]])
     return chosen or list(lesson.COURSE)
 
 

@@ -226,11 +226,9 @@ def calm_bars() -> None:
 
 
 class LiveOutput:
-    """One output of a cell, replaced each time; where nobody watches, at most `most_lines` plain lines."""
+    """One output of a cell, replaced each time; where nobody watches, plain lines."""
 
-    def __init__(self, most_lines: float = math.inf) -> None:
-        self.lines_left = most_lines
-        self.handle: Any = None
+    handle: Any = None
 
     def show(self, text: str, html: str = "") -> None:
         """Show this instead of what was there."""
@@ -243,8 +241,7 @@ class LiveOutput:
             from IPython.display import display
 
             self.handle = display(page, raw=True, display_id=True)
-        elif self.lines_left > 0:
-            self.lines_left -= 1
+        else:
             print(text, flush=True)
 
 

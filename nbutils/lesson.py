@@ -117,6 +117,8 @@ class Lesson(Machine):
         resolved = self.resolved
         if newest:
             resolved = profiles.keep_begun(resolved, newest.fingerprint, newest.validation_rows)
+        elif self.gpu is None:
+            _require_gpu(self.model_name)
         return profiles.fit(resolved, rows)
 
     def require(self, stem: str) -> None:
@@ -208,6 +210,19 @@ class Lesson(Machine):
         self.work.ended(status, f"{self.stem}\n{record.summary(self.run)}")
 
 
+def _require_gpu(model: str) -> None:
+    """Refuse to begin a training that would take days on a CPU."""
+    known = profiles.course_model(model)
+    if known and known.billions > LARGEST_ON_CPU:
+        raise CourseError(
+            tr("The training of {model} needs a GPU, and there is none here.", model=known.name),
+            todo=tr(
+                "Set PROFILE to auto, tiny or laptop, or use a machine with a GPU (Colab: Runtime > Change runtime "
+                "type). `python -m nbutils plan` lists GPUs to rent."
+            ),
+        )
+
+
 def require_trained(run: RunFolder) -> None:
     """Refuse an adapter whose training is unfinished, or was on other rows than the run has now."""
     trained = record.load_facts(run.facts).lessons.trained
@@ -275,9 +290,15 @@ def _introduce(lesson: Lesson) -> None:
     resolved = lesson.resolved
     if lesson.stem == "03_qlora" and (line := distributed.hint(lesson.gpu.count if lesson.gpu else 0)):
         print(line)
-    print(tr("profile   {name}: {reason}", name=resolved.name, reason=resolved.choices["profile"].reason))
-    print(tr("model     {model}", model=resolved.model))
-    print(tr("run       {folder}", folder=lesson.run.path))
+    print(
+        tr(
+            "profile   {name}: {reason}\nmodel     {model}\nrun       {folder}",
+            name=resolved.name,
+            reason=resolved.choices["profile"].reason,
+            model=resolved.model,
+            folder=lesson.run.path,
+        )
+    )
     if lesson.parameters.get("DATA") and profiles.is_tiny(resolved.model):
         print(tr('[WARN] the tiny model learns only its sample task: PROFILE "laptop" is for rows of your own'))
     if distributed.strategy():
@@ -384,8 +405,6 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
     by_auto = parameters.profile == "auto" and not parameters.model and not parameters.run_name
     if by_auto and machine.gpu:  # the learner named nothing
         parameters = parameters.model_copy(update={"run_name": unfinished_run(folders.keep)})
-    if machine.gpu is None:
-        _require_gpu(parameters, folders)
     beginning = _beginning(parameters, folders)
     resolved = profiles.resolve(
         beginning.profile_source or parameters.profile,
@@ -450,30 +469,6 @@ def _run_name(parameters: RunParameters, profile: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip("-._") or "run"
 
 
-def _require_gpu(parameters: RunParameters, folders: Folders) -> None:
-    """Refuse to begin a training that would take days on a CPU; a run begun elsewhere may be merged and served here."""
-    profile = parameters.profile
-    if profile == "auto" or parameters.model:
-        return
-    known = profiles.known_models().get(profiles.load(profile).model)
-    if (
-        known
-        and known.billions > LARGEST_ON_CPU
-        and not _find_run(parameters, folders, Path(profile).stem).facts.exists()
-    ):
-        raise CourseError(
-            tr(
-                "The profile {profile} trains {model}, which needs a GPU, and there is none here.",
-                profile=profile,
-                model=known.name,
-            ),
-            todo=tr(
-                "Set PROFILE to auto, tiny or laptop, or use a machine with a GPU (Colab: Runtime > Change runtime "
-                "type). `python -m nbutils plan` lists GPUs to rent."
-            ),
-        )
-
-
 def _settings_of_run(parameters: RunParameters, run: RunFolder) -> Facts:
     """SET; if empty, the one this run started with, unless another profile is named or the run starts over."""
     if parameters.set:
@@ -501,18 +496,17 @@ def _record_beginning(
     folders: Folders,
     by_auto: bool,
 ) -> None:
-    """Note what a run began with; an invalid facts.json is an error now, not after the training."""
+    """Note what a run begins with."""
     stores = checkpoints.stores(folders, run.name)
     has_checkpoint = any(any(store.glob("checkpoint-*.json")) for store in stores)
-    top: Facts = {}
-    # a training that has begun keeps what it began with: lesson 03 may refuse what is set today
-    if not has_checkpoint or parameters.resume == "never" or not run.facts.exists():
-        top = {
-            "profile": resolved.name,
-            "profile_source": resolved.source,
-            "model": resolved.model_name,
-            "set": resolved.set_values,
-        }
+    if has_checkpoint and parameters.resume != "never" and run.facts.exists():
+        return  # a training that has begun keeps what it began with: lesson 03 may refuse what is set today
+    top = {
+        "profile": resolved.name,
+        "profile_source": resolved.source,
+        "model": resolved.model_name,
+        "set": resolved.set_values,
+    }
     record.note_beginning(run.facts, top, by_auto)
 
 

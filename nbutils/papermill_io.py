@@ -52,15 +52,13 @@ def output_for(arguments: Sequence[str]) -> Path | None:
     """The output to add for a lesson given alone; None where papermill knows what to do."""
     notebooks = [word for word in arguments if word.endswith(".ipynb") or word == "-"]
     redirected = os.path.realpath("/proc/self/fd/1").endswith(".ipynb")
-    if len(notebooks) != 1 or "--help-notebook" in arguments or redirected:
+    if len(notebooks) != 1 or redirected:
         return None
     lesson = Path(notebooks[0])
-    if not LESSON.fullmatch(lesson.name) or not lesson.is_file():
-        return None
     place = arguments.index(notebooks[0])
-    for following in arguments[place + 1 : place + 2]:
-        if not following.startswith("-"):
-            return None  # an output is named
+    is_last = arguments[place + 1 :] == []
+    if not LESSON.fullmatch(lesson.name) or not (is_last or arguments[place + 1].startswith("-")):
+        return None  # not a lesson, or an output is named
     folder = make_folder(platforms.folders(platforms.detect()).keep / "notebooks", tr("executed notebooks"))
     output = folder / lesson.name
     if output.exists():

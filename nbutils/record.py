@@ -247,13 +247,9 @@ def outcome(verdict: str, general: str = "") -> str:
 
 
 def summary(run: RunFolder) -> str:
-    """Where everything of a run is, how far its training is, and whether the tuning helped."""
-    lessons = load_facts(run.facts).lessons
-    trained = lessons.trained
-    evaluation = lessons.merged.evaluation
+    """Where everything of a run is, and whether the tuning helped."""
     lines = [tr("results      {folder}: report.md, facts.json, notebooks", folder=run.path)]
-    if trained.planned_steps:
-        lines.append(tr("training     step {steps} of {planned}", steps=trained.steps, planned=trained.planned_steps))
+    evaluation = load_facts(run.facts).lessons.merged.evaluation
     if evaluation.verdict:
         verdict = outcome(evaluation.verdict, evaluation.general.verdict)
         page = run.path / "evaluation" / "report.html"

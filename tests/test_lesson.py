@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import simulate
 from support import refused
 from transformers import AutoTokenizer
 
-from nbutils import chat, checkpoints, distributed, files, lesson, platforms, record
+from nbutils import chat, checkpoints, distributed, files, lesson, platforms, profiles, record
 from nbutils import config as reading
 
 LOCAL = platforms.Platform("local", "test")
@@ -95,13 +96,11 @@ def test_what_cannot_work_is_refused_before_the_training(home: Path) -> None:
         opened({})
 
 
-@pytest.mark.parametrize("profile", ["hopper_80gb", "t4_16gb", "lora_20k"])
-def test_a_profile_for_a_gpu_is_refused_on_a_cpu_unless_its_run_was_begun_elsewhere(home: Path, profile: str) -> None:
-    with refused(f"The profile {profile} trains ", "tiny or laptop"):
-        opened({"PROFILE": profile})
-    begun(home, profile, profile)
-    with refused("is not in the local cache (at least not"):  # it may be merged here, once its model is here
-        opened({"PROFILE": profile})
+def test_a_large_model_is_not_trained_on_a_cpu_unless_that_was_begun_elsewhere(home: Path) -> None:
+    started = lesson.begin("03_qlora", {"PROFILE": "tiny"})
+    large = replace(started, resolved=replace(started.resolved, model_name="Qwen2.5-7B"))
+    with refused("The training of Qwen2.5-7B", "needs a GPU", "tiny or laptop"):
+        large.fitted(profiles.Rows.of([9, 9]))
 
 
 def test_a_run_keeps_its_profile_model_and_set_for_every_later_lesson(home: Path) -> None:
