@@ -61,7 +61,7 @@ def load_run(run: RunFolder) -> Run:
         model=facts.model,
         settings=settings,
         trained=trained,
-        evaluation=Evaluation() if run.merge_is_outdated else facts.lessons.merged.evaluation,
+        evaluation=facts.lessons.merged.evaluation,
         history=read_history(run.logs / "history.json"),
     )
 
@@ -122,23 +122,20 @@ def _column(run: Run, settings: Sequence[str]) -> dict[str, str]:
     return column
 
 
-def beside(run: RunFolder, trained: Facts | None = None) -> Runs:
+def beside(run: RunFolder, trained: Facts) -> Runs:
     """Show this run, with the facts it is about to record, and the newest finished ones of its model and data.
 
     Example: compare.beside(lesson.run, trained=result.facts())
     """
     mine = load_run(run)
-    for name, value in (trained or {}).items():
-        if value is not None:
-            mine.trained[name] = value
-    runs = {run.name: mine}
+    mine.trained.update({name: value for name, value in trained.items() if value is not None})
     data = mine.trained.get("data_fingerprint")
+    runs = {run.name: mine}
     for folder in record.runs(run.path.parent).values():
         with suppress(CourseError):  # a damaged record is reported where its own run is opened
             other = load_run(folder)
-            finished = other.trained and record.complete(other.trained)
             same = other.model == mine.model and other.trained.get("data_fingerprint") == data
-            if finished and same and len(runs) < MOST_RUNS:
+            if same and record.complete(other.trained) and len(runs) < MOST_RUNS:
                 runs.setdefault(folder.name, other)
     show_runs(runs)
     return runs

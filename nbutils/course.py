@@ -85,12 +85,11 @@ def execute(stem: str, output: Path, values: Facts) -> None:
     from papermill.exceptions import PapermillExecutionError
 
     make_folder(output.parent, tr("executed notebooks"))
-    chinese = NOTEBOOKS / "zh" / f"{stem}.ipynb"
-    source = chinese if language() == "zh" and chinese.exists() else NOTEBOOKS / f"{stem}.ipynb"
+    folder = NOTEBOOKS / "zh" if language() == "zh" else NOTEBOOKS
     unfinished = output.with_suffix(".unfinished.ipynb")  # a failure leaves the notebook of an earlier success alone
     try:
         papermill.execute_notebook(
-            source,
+            folder / f"{stem}.ipynb",
             unfinished,
             parameters=values,
             kernel_name="python3",

@@ -26,7 +26,6 @@ from nbutils.tracking import Curve, best_of, loss_history, read_history, validat
 MOST_READ = 2**28  # bytes of a log; a device has no end
 FIRST_BYTES = 2**21  # that are searched
 LAST_BYTES = 2**23
-FEW_STEPS = 20
 LARGE_SHARE = 0.1
 FLAT = 0.95  # the last loss as a share of the first
 RISEN = 1.1  # the last loss as a share of the first, or of the best
@@ -67,12 +66,6 @@ def explain(text: str) -> dict[str, Finding]:
     return findings
 
 
-def known() -> dict[str, Finding]:
-    """All there is in the table, by name."""
-    entries = symptoms()["messages"] | symptoms()["runs"]
-    return {name: _finding(name, entry) for name, entry in entries.items()}
-
-
 def _finding(seen: str, entry: Entry) -> Finding:
     return Finding(seen, tr(entry["cause"]), tr(entry["todo"]))
 
@@ -93,7 +86,6 @@ class Trained:
     facts: TrainingFacts = field(default_factory=TrainingFacts)
     evaluation: Evaluation = field(default_factory=Evaluation)
     rows: CheckedRows = field(default_factory=CheckedRows)
-    merge_is_outdated: bool = False
     failure: str = ""  # how a training ended that neither finished nor was asked to stop
 
     @classmethod
@@ -111,9 +103,8 @@ class Trained:
             loss_history(log),
             validation_history(log),
             facts=lessons.trained,
-            evaluation=Evaluation() if run.merge_is_outdated else lessons.merged.evaluation,
+            evaluation=lessons.merged.evaluation,
             rows=rows,
-            merge_is_outdated=run.merge_is_outdated,
         )
 
     @property
@@ -178,13 +169,11 @@ def _in_the_validation(run: Trained) -> Faults:
 
 
 def _in_the_training(run: Trained) -> Faults:
-    """It failed, was short, lost rows, or ran out of memory and went on with slower settings."""
+    """It failed, is unfinished, lost rows, or ran out of memory and went on with slower settings."""
     facts = run.facts
     rows = run.rows
     if run.failure:
         yield "failed", run.failure
-    if 0 < facts.steps <= FEW_STEPS:
-        yield "few_steps", tr("{steps} steps", steps=facts.steps)
     if not facts.ended:
         yield "unfinished", tr("step {steps} of {planned}", steps=facts.steps, planned=facts.planned_steps)
     too_long = facts.rows_left_out
@@ -199,9 +188,7 @@ def _in_the_training(run: Trained) -> Faults:
 
 
 def _in_the_merged_model(run: Trained) -> Faults:
-    """It is of an earlier training, no better than the base, or does not end its answers."""
-    if run.merge_is_outdated:
-        yield "merge_outdated", tr("the merged model is older than the adapter")
+    """It is no better than the base, or does not end its answers."""
     verdict = run.evaluation.verdict
     if verdict not in ("", "helped"):
         yield "did_not_help", tr("verdict of lesson 04: {verdict}", verdict=tr(verdict))

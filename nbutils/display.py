@@ -21,7 +21,6 @@ from nbutils.platforms import detect, in_kernel
 ACCENT = "var(--jp-brand-color1, #2979c9)"
 ALARM = "var(--jp-warn-color1, #e07b00)"
 POINTS = 160  # of the live curve, at most
-FEW_POINTS = 30  # of a plotted curve; each is marked
 CHOICE_WIDTHS = (40, 26, 50)  # of a table of choices: what, value, why
 WRAPPED_WIDTH = 110  # of a line of prose
 LIVE_LINE = re.compile(r"\[WARN\]|[^:]* · ")  # of a training, in any language
@@ -178,12 +177,7 @@ def plot_panels(panels: Mapping[str, Mapping[str, Losses | None]], path: Path | 
         axes.set_title(title, fontsize=10)
         for label, curve in curves.items():
             if curve:
-                marker = "o" if len(curve) < FEW_POINTS else None
-                axes.plot(
-                    *zip(*curve, strict=True),
-                    marker=marker,
-                    label=label,
-                )
+                axes.plot(*zip(*curve, strict=True), marker=".", label=label)
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
@@ -226,23 +220,21 @@ def calm_bars() -> None:
 
 
 class LiveOutput:
-    """One output of a cell, replaced each time; where nobody watches, plain lines."""
+    """One output of a cell, replaced each time; without HTML, where nobody watches, plain lines."""
 
     handle: Any = None
 
     def show(self, text: str, html: str = "") -> None:
         """Show this instead of what was there."""
-        page = {"text/plain": text}
-        if html:
-            page["text/html"] = html
-        if self.handle is not None:
+        page = {"text/plain": text, "text/html": html}
+        if not html:
+            print(text, flush=True)
+        elif self.handle:
             self.handle.update(page, raw=True)
-        elif watched():
+        else:
             from IPython.display import display
 
             self.handle = display(page, raw=True, display_id=True)
-        else:
-            print(text, flush=True)
 
 
 def live_line(numbers: Mapping[str, str]) -> str:
@@ -254,7 +246,7 @@ def live_page(
     parts: Mapping[str, str], step: int, last: int, losses: Losses, validation: Losses = (), notes: Iterable[str] = ()
 ) -> str:
     """Numbers by name, how far the training is, its curves and notes, as HTML."""
-    stride = max(1, math.ceil(len(losses) / POINTS))
+    stride = len(losses) // POINTS + 1
     curves = [_finite(losses[::stride]), _finite(validation)]
     values = [loss for curve in curves for _, loss in curve] or [0.0]
     return render(

@@ -209,28 +209,19 @@ def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
         yield Check("GPU", operation.reason, hardware.cure(), "FAIL")
     elif gpu:
         yield Check("GPU", operation.reason)
+    elif listed := hardware.driver_gpus():
+        seen = tr("the driver lists {gpu}, but torch cannot use it", gpu=listed[0])
+        yield Check("GPU", seen, tr("install a torch build for CUDA, or a newer driver if it is one already"))
     else:
-        yield _without_gpu(platform)
-
-
-def _without_gpu(platform: Platform) -> Check:
-    """Why there is no GPU, as far as that can be seen."""
-    if listed := hardware.driver_gpus():
-        return Check(
-            "GPU",
-            tr("the driver lists {gpu}, but torch cannot use it", gpu=listed[0]),
-            tr("install a torch build for CUDA, or a newer driver if it is one already"),
-        )
-    seen = tr("none that lessons can use: they run on the CPU, which is enough for the profiles tiny and laptop")
-    return Check("GPU", seen, "" if platform.name == "local" else tr(platform.entry.gpu_todo))
+        seen = tr("none that lessons can use: they run on the CPU, which is enough for the profiles tiny and laptop")
+        yield Check("GPU", seen, "" if platform.name == "local" else tr(platform.entry.gpu_todo))
 
 
 def check_packages(platform: Platform, folders: Folders) -> Iterator[Check]:
     """What the lessons need."""
     missing = install.unsatisfied(install.requirements("train"))
     todo = tr("`python -m nbutils install`, or the first cells of any lesson: both leave torch as it is")
-    names = ", ".join(missing) or tr("none")
-    seen = tr("missing: {missing}", missing=names)
+    seen = tr("missing: {missing}", missing=", ".join(missing) or tr("none"))
     yield Check("packages", seen, todo if missing else "")
 
 

@@ -7,7 +7,6 @@ names of its `parameters` cell; an unknown name or a wrong type is refused: a mi
 from __future__ import annotations
 
 import argparse
-import ast
 import builtins
 import logging
 import os
@@ -117,7 +116,7 @@ class Lesson(Machine):
         resolved = self.resolved
         if newest:
             resolved = profiles.keep_begun(resolved, newest.fingerprint, newest.validation_rows)
-        elif self.gpu is None:
+        elif self.gpu is None and not self.parameters.get("MODEL"):  # one that is named is meant
             _require_gpu(self.model_name)
         return profiles.fit(resolved, rows)
 
@@ -336,13 +335,8 @@ def _command_line(types: ParameterTypes) -> Facts:
 
 def declared_in(source: Path) -> dict[str, type]:
     """The parameters of a lesson and their types, read from its `.py` without running it."""
-    types: dict[str, type] = {}
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.AnnAssign):
-            name = ast.unparse(node.target)
-            if name.isupper():
-                types[name] = getattr(builtins, ast.unparse(node.annotation))  # str, int, float or bool
-    return types
+    declared = re.findall(r"^([A-Z_]+): (\w+) =", source.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: getattr(builtins, kind) for name, kind in declared}  # str, int, float or bool
 
 
 def check(values: Facts, types: ParameterTypes) -> Facts:

@@ -55,10 +55,10 @@ def output_for(arguments: Sequence[str]) -> Path | None:
     if len(notebooks) != 1 or redirected:
         return None
     lesson = Path(notebooks[0])
-    place = arguments.index(notebooks[0])
-    is_last = arguments[place + 1 :] == []
-    if not LESSON.fullmatch(lesson.name) or not (is_last or arguments[place + 1].startswith("-")):
-        return None  # not a lesson, or an output is named
+    following = arguments[arguments.index(notebooks[0]) + 1 :]
+    names_output = following and not following[0].startswith("-")
+    if names_output or not LESSON.fullmatch(lesson.name):
+        return None
     folder = make_folder(platforms.folders(platforms.detect()).keep / "notebooks", tr("executed notebooks"))
     output = folder / lesson.name
     if output.exists():

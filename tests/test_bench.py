@@ -384,10 +384,6 @@ def test_settings_that_differ_and_what_came_of_them_are_shown(home: Path, tmp_pa
     with refused("no run 'twoo' in ", "one, two; or the"):
         record.find_run("twoo")
     assert invoke("compare").exit_code == 2
-    for name, made_from in (("adapter", {"steps": 4}), ("merged", {"adapter": {"steps": 200}})):
-        with files.complete_folder(home / "one" / name, made_from):
-            pass
-    assert cells(invoke("compare", "one", "two").output, "verdict") == ["-", "helped"], "of an earlier adapter"
 
 
 WRONG: dict[str, Any] = {  # in facts.json, by dotted name, and in history.json
@@ -414,7 +410,7 @@ def test_a_value_of_another_kind_is_told_with_its_file_and_is_no_others_problem(
     files.write_json(file, whole)
     ran = invoke("compare", "good", "bad")
     assert ran.exit_code == 1 and str(file) in ran.stderr and "Traceback" not in ran.output
-    assert list(compare.beside(good)) == ["good"], "lesson 03 shows its own run, whatever lies beside it"
+    assert list(compare.beside(good, {})) == ["good"], "lesson 03 shows its own run, whatever lies beside it"
 
 
 def test_lists_among_the_settings_are_shown(home: Path) -> None:
@@ -452,15 +448,15 @@ def test_what_a_run_lacks_is_a_dash_and_said(home: Path, capsys: Any) -> None:
     ]
     assert "lora.r" not in text and "do not compare" not in text, "one run alone differs from nothing"
     assert compare.load_run(older).history == []
-    compare.beside(mine)  # finished runs only
+    compare.beside(mine, {})  # finished runs only
     assert "begun" not in (said := capsys.readouterr().out) and cells(said, "verdict") == ["helped"] * 2
     older.facts.write_text("{")
-    compare.beside(mine)  # a damaged record of another run
+    compare.beside(mine, {})  # a damaged record of another run
     assert cells(capsys.readouterr().out, "verdict") == ["helped"]
     runs = [a_run(home, name) for name in ("slow", "fast")] + [a_run(home, str(n), data="other") for n in range(4)]
     for age, one in enumerate((*runs, mine)):
         os.utime(one.facts, (age, age))
-    assert list(compare.beside(mine)) == ["one", "fast", "slow"], "the newest of the same data"
+    assert list(compare.beside(mine, {})) == ["one", "fast", "slow"], "the newest of the same data"
 
 
 def run_folder(folder: Path, processes: int, losses: dict[int, float], speed: float) -> Path:
