@@ -71,7 +71,12 @@ def differing(runs: Runs) -> list[str]:
     recorded = [run.settings for run in runs.values() if run.settings]
     names = dict.fromkeys(chain.from_iterable(recorded))
     names.pop("about", None)
-    return [name for name in names if len({shown(settings.get(name)) for settings in recorded}) > 1]
+    different = []
+    for name in names:
+        values = {shown(settings.get(name)) for settings in recorded}
+        if len(values) > 1:
+            different.append(name)
+    return different
 
 
 def plot_runs(runs: Runs, path: Path | None = None) -> None:

@@ -30,9 +30,10 @@ def split_parameters(parameters: dict[str, str], stems: Sequence[str]) -> dict[s
     """Typed parameters for each lesson: every name must belong to at least one of them."""
     types = {stem: lesson.declared_in(NOTEBOOKS / f"{stem}.py") for stem in stems}
     values = lesson.check(parameters, ChainMap(*types.values()))
-    by_lesson = {}
+    by_lesson: dict[str, Facts] = {stem: {} for stem in stems}
     for stem in stems:
-        by_lesson[stem] = {name: value for name, value in values.items() if name in types[stem]}
+        for name in values.keys() & types[stem].keys():
+            by_lesson[stem][name] = values[name]
     return by_lesson
 
 

@@ -177,7 +177,8 @@ def plot_panels(panels: Mapping[str, Mapping[str, Losses | None]], path: Path | 
         axes.set_title(title, fontsize=10)
         for label, curve in curves.items():
             if curve:
-                axes.plot(*zip(*curve, strict=True), marker=".", label=label)
+                steps, losses = zip(*curve, strict=True)
+                axes.plot(steps, losses, marker=".", label=label)
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()

@@ -213,7 +213,7 @@ def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
         seen = tr("the driver lists {gpu}, but torch cannot use it", gpu=listed[0])
         yield Check("GPU", seen, tr("install a torch build for CUDA, or a newer driver if it is one already"))
     else:
-        seen = tr("none that lessons can use: they run on the CPU, which is enough for the profiles tiny and laptop")
+        seen = tr("none: lessons run on the CPU, which is enough for the profiles tiny and laptop")
         yield Check("GPU", seen, "" if platform.name == "local" else tr(platform.entry.gpu_todo))
 
 
@@ -221,7 +221,8 @@ def check_packages(platform: Platform, folders: Folders) -> Iterator[Check]:
     """What the lessons need."""
     missing = install.unsatisfied(install.requirements("train"))
     todo = tr("`python -m nbutils install`, or the first cells of any lesson: both leave torch as it is")
-    seen = tr("missing: {missing}", missing=", ".join(missing) or tr("none"))
+    names = ", ".join(missing) or tr("none")
+    seen = tr("missing: {missing}", missing=names)
     yield Check("packages", seen, todo if missing else "")
 
 
