@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import IO, Any
 
@@ -101,7 +101,6 @@ def compare_runs(runs: Words, out: Path | None, as_json: bool) -> None:
         compare.show_runs(by_name)
     if out:
         compare.plot_runs(by_name, out / "compare.png")
-        click.echo(tr("The loss curves: {file}", file=out / "compare.png"), err=as_json)
 
 
 @app.command("fetch")
@@ -297,8 +296,7 @@ def bench_serve(
     from nbutils import bench
 
     settings = bench.Load(bench.parse_concurrency(concurrency), prompt_tokens, answer_tokens)
-    progress = redirect_stdout(sys.stderr) if as_json else nullcontext()
-    with progress:
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):  # its progress
         results = bench.measure_speed(settings=settings, rivals=bench.parse_rivals(rivals), **options)
     if as_json:
         _print_json(results.as_dict())

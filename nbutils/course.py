@@ -28,12 +28,14 @@ def select(only: Sequence[str]) -> list[str]:
 
 def split_parameters(parameters: dict[str, str], stems: Sequence[str]) -> dict[str, Facts]:
     """Typed parameters for each lesson: every name must belong to at least one of them."""
-    types = {stem: lesson.declared_in(NOTEBOOKS / f"{stem}.py") for stem in stems}
-    values = lesson.check(parameters, ChainMap(*types.values()))
-    by_lesson: dict[str, Facts] = {stem: {} for stem in stems}
+    types = {}
     for stem in stems:
-        for name in values.keys() & types[stem].keys():
-            by_lesson[stem][name] = values[name]
+        source = NOTEBOOKS / f"{stem}.py"
+        types[stem] = lesson.declared_in(source)
+    values = lesson.check(parameters, ChainMap(*types.values()))
+    by_lesson = {}
+    for stem, declared in types.items():
+        by_lesson[stem] = {name: values[name] for name in declared if name in values}
     return by_lesson
 
 
@@ -59,22 +61,18 @@ def run_lessons(stems: Sequence[str], parameters: dict[str, str]) -> RunFolder:
                     if not received:
                         raise
             if received:
-                raise _stopped(stem, signal.Signals(received[0]))
+                raise _stopped(stem, by_hand=received[0] == signal.SIGINT)
             if stem == "03_qlora":
                 lesson.require_trained(folder)
     work.ended("finished", record.summary(folder))
     return folder
 
 
-def _stopped(stem: str, received: signal.Signals) -> CourseError:
+def _stopped(stem: str, by_hand: bool) -> CourseError:
     """The error that ends a run which was asked to end."""
-    kind = StoppedByHand if received == signal.SIGINT else Unfinished
+    kind = StoppedByHand if by_hand else Unfinished
     return kind(
-        tr(
-            "This run was asked to end ({signal}), and stops after lesson {lesson}.",
-            signal=received.name,
-            lesson=stem,
-        ),
+        tr("This run was asked to end, and stops after lesson {lesson}.", lesson=stem),
         todo=tr("Give the same command again. What is done is not repeated."),
     )
 

@@ -170,10 +170,11 @@ def plot_losses(history: Row, path: Path | None = None, title: str = "Loss") -> 
 
 def plot_panels(panels: Mapping[str, Mapping[str, Losses | None]], path: Path | None = None) -> None:
     """Loss curves by label, in a panel for each title."""
-    size = (max(7, 3.4 * len(panels)), 3)
-    figure = pyplot().figure(figsize=size)
+    columns = len(panels)
+    width = max(7, 3.4 * columns)
+    figure = pyplot().figure(figsize=(width, 3))
     for number, (title, curves) in enumerate(panels.items(), 1):
-        axes = figure.add_subplot(1, len(panels), number, xlabel=tr("step"), ylabel=tr("loss"))
+        axes = figure.add_subplot(1, columns, number, xlabel=tr("step"), ylabel=tr("loss"))
         axes.set_title(title, fontsize=10)
         for label, curve in curves.items():
             if curve:

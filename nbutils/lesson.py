@@ -37,9 +37,10 @@ LESSONS_ABOUT_ADAPTER = ("04_merge", "05_serve", "08_export", "09_benchmark")  #
 LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark")  # their processes may use every GPU
 GPU_UNTESTED = ("06_scale_out", "99_when_it_breaks")  # each process of 06 tests its own; 99 is for broken ones
 LARGEST_ON_CPU = 1  # billions of parameters; without a GPU, no training of a larger model is begun
+NUMBER = Field(ge=0, le=2**32 - 1)
 LIMITS = {  # of a parameter by its name, else by its type
-    int: Field(ge=0, le=2**32 - 1),
-    float: Field(ge=0, le=2**32 - 1),
+    int: NUMBER,
+    float: NUMBER,
     "RUN_NAME": Field(pattern=r"^(\w[\w.-]{0,79})?$"),  # it becomes the name of a folder
     "RESUME": Field(pattern=r"^(auto|never|\d+)$"),
 }
@@ -84,11 +85,6 @@ class Lesson(Machine):
         self.model_name = self.resolved.model_name  # in facts.json, where it means the same on the next machine
         self.device: int | str = distributed.local_rank() if self.gpu else "cpu"
         self.scratch = self.folders.scratch / self.run.name  # on the fast disk that may vanish
-
-    @property
-    def device_map(self) -> dict[str, int | str] | None:
-        """Where `from_pretrained` puts the weights, as the strategy of this training wants it."""
-        return distributed.device_map(self.device, self.profile.from_pretrained.dtype, self.profile.method)
 
     def with_recipe(self, lengths: Sequence[int], held_out: int | None = None) -> Lesson:
         """This lesson with the recipe for examples of these lengths in tokens, and for so many `held_out` rows.
@@ -516,9 +512,9 @@ def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) 
             if attached:
                 _require_trusted(former, parameters)
                 facts.get("set", {}).pop("course.data", None)  # it chooses no data of this machine
-            print(tr("facts     copied from {file}", file=former.facts))
             make_folder(run.path, tr("this run"))
             record.note_beginning(run.facts, facts, by_auto=False)
+            print(tr("facts     copied from {file}", file=former.facts))
         if former.has("02_data_prep") and not any(run.data.glob("*")):
             _copy_data(former.data, run.data)
 
@@ -557,7 +553,6 @@ def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
 
 def _copy_data(former: Path, data: Path) -> None:
     """Copy the plain files of a data folder, the card last: it says that all the others are there."""
-    print(tr("data      copied from {folder}", folder=former))
     make_folder(data, tr("this run"))
     card_last = sorted(former.iterdir(), key=lambda file: file.name == "data_card.json")
     for file in card_last:

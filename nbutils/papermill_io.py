@@ -36,9 +36,7 @@ def signals_to_kernel(besides: subprocess.Popen[str] | None = None) -> Iterator[
 
     def forward(number: int) -> None:
         received.append(number)
-        kernels = psutil.Process().children()
-        if besides:
-            kernels = [kernel for kernel in kernels if kernel.pid != besides.pid]
+        kernels = [child for child in psutil.Process().children() if not besides or child.pid != besides.pid]
         for kernel in kernels:
             kernel.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         if not kernels:

@@ -173,8 +173,8 @@ def find_run(name: str) -> RunFolder:
     if not run.facts.is_file():
         raise CourseError(
             tr("There is no run {run!r} in {folder}.", run=name, folder=keep),
-            allowed=tr("{known}; or the path of a run folder", known=", ".join(sorted(known))),
-            todo=tr("Name one of these, or set NBUTILS_HOME to the folder of your runs."),
+            allowed=", ".join(sorted(known)),
+            todo=tr("Name one of these or the path of a run folder, or set NBUTILS_HOME to the folder of your runs."),
         )
     return run
 

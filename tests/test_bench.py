@@ -366,7 +366,7 @@ def test_settings_that_differ_and_what_came_of_them_are_shown(home: Path, tmp_pa
     a_run(home, "one")
     a_run(home, "two", 100, **{"lora.r": 64, "data": "other"})
     text = invoke("compare", "one", str(home / "two"), "--out", str(tmp_path / "out")).output
-    assert f"{tmp_path / 'out/compare.png'}\n" in text and "their losses do not compare" in text
+    assert "their losses do not compare" in text
     assert cells(text, "lora.r") == ["16", "64"] and cells(text, "data") == ["450a6a355ac5", "other"]
     assert "lora.lora_alpha" not in text and "profile" not in text and "about" not in text
     assert cells(text, "steps") == ["200", "100"] and cells(text, "best step") == ["100", "50"]
@@ -381,7 +381,7 @@ def test_settings_that_differ_and_what_came_of_them_are_shown(home: Path, tmp_pa
     )
     assert {name for entry in one["history"] for name in entry} == {"step", "loss", "eval_loss"}
     assert (tmp_path / "out/compare.png").stat().st_size > 10_000
-    with refused("no run 'twoo' in ", "one, two; or the"):
+    with refused("no run 'twoo' in ", "one, two\n"):
         record.find_run("twoo")
     assert invoke("compare").exit_code == 2
 

@@ -45,7 +45,7 @@ def test_a_failing_cell_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "group", [cli.app, *(one for one in cli.app.commands.values() if isinstance(one, click.Group))]
+    "group", [cli.app, *(command for command in cli.app.commands.values() if isinstance(command, click.Group))]
 )
 def test_help_shows_every_summary_whole(group: click.Group) -> None:
     shown = " ".join(CliRunner().invoke(group, ["--help"]).output.split())

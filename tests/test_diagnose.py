@@ -93,7 +93,7 @@ def encoding(folder: Path) -> Any:
 
 RAISED: dict[Callable[[Path], Any], str] = {
     out_of_memory: "killed", lfs_pointer: "half_download",
-    **{one: one.__name__ for one in (token_out_of_range, half_download, unknown_architecture, no_chat_template, old_api,
+    **{fail: fail.__name__ for fail in (token_out_of_range, half_download, unknown_architecture, no_chat_template, old_api,
                                      offline, no_network, port_in_use, encoding)},
 }  # fmt: skip
 
@@ -102,8 +102,8 @@ RAISED: dict[Callable[[Path], Any], str] = {
 def test_an_error_that_a_library_raises_is_recognised_first(fail: Callable[[Path], Any], tmp_path: Path) -> None:
     with pytest.raises(Exception) as caught:
         fail(tmp_path)
-    found = diagnose.explain(f"{type(caught.value).__name__}: {caught.value}")
-    assert next(iter(found), "") == RAISED[fail], f"{caught.value!r}: {list(found)}"
+    causes = diagnose.explain(f"{type(caught.value).__name__}: {caught.value}")
+    assert next(iter(causes), "") == RAISED[fail], f"{caught.value!r}: {list(causes)}"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_an_ordinary_log_is_not_explained() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, found",
+    "name, faults",
     [
         ("healthy", []),
         ("too_slow", ["flat"]),
@@ -159,9 +159,9 @@ def test_an_ordinary_log_is_not_explained() -> None:
         ("overfitting", ["overfitting"]),
     ],
 )
-def test_measured_curves_are_told_apart(name: str, found: list[str]) -> None:
+def test_measured_curves_are_told_apart(name: str, faults: list[str]) -> None:
     curves = CURVES[name]
-    assert list(diagnose.examine(Trained(curves["train"], curves["validation"], FACTS))) == found
+    assert list(diagnose.examine(Trained(curves["train"], curves["validation"], FACTS))) == faults
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_the_command_explains_an_error_and_examines_a_run(home: Path) -> None:
     for name in ("mine", str(home / "mine")):
         assert known["runs"]["unfinished"]["todo"] in said(name)
     assert "Usage" in said()
-    with refused("mine; or the"):
+    with refused("Allowed: mine\n", "path of a run folder"):
         record.find_run("yours")
 
 

@@ -63,8 +63,8 @@ def test_names_that_are_no_parameters_are_refused(collected: Any, monkeypatch: p
     for words in ("--STEP 3", "STEPS 3"):
         with pytest.raises(SystemExit):
             collected(words)
-        told = capsys.readouterr().err
-        assert "--STEPS int" in told and f"unrecognized arguments: {words}" in told
+        message = capsys.readouterr().err
+        assert "--STEPS int" in message and f"unrecognized arguments: {words}" in message
     monkeypatch.setattr(platforms, "in_kernel", lambda: True)
     cell = '# Parameters\nSTEPS = 5\nPAPERMILL_OUTPUT_PATH = "o"\n'
     assert collected("", In=["", "x = 1", cell, "Y = 2"])["STEPS"] == 3
