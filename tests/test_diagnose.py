@@ -93,8 +93,8 @@ def encoding(folder: Path) -> Any:
 
 RAISED: dict[Callable[[Path], Any], str] = {
     out_of_memory: "killed", lfs_pointer: "half_download",
-    **{fail: fail.__name__ for fail in (token_out_of_range, half_download, unknown_architecture, no_chat_template, old_api,
-                                     offline, no_network, port_in_use, encoding)},
+    **{fail: fail.__name__ for fail in (token_out_of_range, half_download, unknown_architecture, no_chat_template,
+                                        old_api, offline, no_network, port_in_use, encoding)},
 }  # fmt: skip
 
 
