@@ -110,6 +110,7 @@ def texts_in_data() -> set[str]:
     texts |= {build.BUNDLED, "rows", *watch.STATES.values()}
     texts |= {"mean", "longest", "over", "what", "value", "why", "question", "expected", "before", "after"}
     texts |= {"symptom", "cause", "todo"}
+    texts |= {"loss", "validation", "peak", "cost", "time left"}  # the numbers of a training
     judged = comparison.TEXTS
     texts |= {text for case in judged["cases"].values() for text in case.values() if text}
     texts |= {judged["few_rows"], judged["cut_off"]}

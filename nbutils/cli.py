@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext, redirect_stdout
-from dataclasses import asdict
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,13 +16,8 @@ from nbutils import checkpoints, course, display, distributed, doctor, hardware,
 from nbutils.errors import CourseError
 from nbutils.language import print_whatever, printable, tr
 
-FILE = click.Path(path_type=Path)
-ROWS = click.Path(exists=True, dir_okay=False, path_type=Path)
-FOLDER = click.Path(file_okay=False, path_type=Path)
+PATH = click.Path(path_type=Path)
 MODEL_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
-DTYPES = click.Choice(["auto", "float32", "float16", "bfloat16"])
-ONTO = click.Choice(["full", "dequantized"])
-DEVICES = click.Choice(["cpu", "cuda"])
 COUNT = click.IntRange(1)
 AMOUNT = click.FloatRange(1e-3, 1e9)
 Words = tuple[str, ...]
@@ -38,19 +32,18 @@ json_option = option("--json", "as_json", is_flag=True, help="The result as JSON
 
 
 class CourseGroup(click.Group):
-    """Commands end a CourseError with its message and exit status 1, without a traceback; --json prints it too."""
+    """Commands end a CourseError with its message and exit status 1, without a traceback."""
 
     def invoke(self, context: click.Context) -> Any:
-        as_json = "--json" in context.args
         try:
             return super().invoke(context)
         except BrokenPipeError:  # whoever read it, as `head` or a pager, has ended: click ends quietly
             raise
-        except (CourseError, OSError) as error:
-            failure = error if isinstance(error, CourseError) else CourseError(str(error), todo="")
-            if as_json:
-                _print_json({"error": vars(failure)})
-            print(f"\n[FAIL] {failure}", file=sys.stderr)
+        except CourseError as error:
+            failure = error
+        except OSError as error:
+            failure = CourseError(str(error), todo="")
+        print(f"\n[FAIL] {failure}", file=sys.stderr)
         sys.exit(1)
 
 
@@ -89,12 +82,12 @@ def run(
     if settings:
         parameters["SET"] = ", ".join(settings)
     folder = course.run_lessons(course.select(only), parameters)
-    print(f"\n{course.summary(folder)}")
+    print(f"\n{record.summary(folder)}")
 
 
 @app.command("compare")
 @argument("runs", nargs=-1, required=True)
-@option("--out", type=FOLDER, help="A folder for compare.png, the curves.")
+@option("--out", type=PATH, help="A folder for compare.png, the curves.")
 @json_option
 def compare_runs(runs: Words, out: Path | None, as_json: bool) -> None:
     """Show RUNS (names, or paths of run folders) side by side: settings that differ, losses, scores, verdict."""
@@ -102,13 +95,12 @@ def compare_runs(runs: Words, out: Path | None, as_json: bool) -> None:
 
     by_name = {name: compare.load_run(record.find_run(name)) for name in runs}
     if as_json:
-        values = {name: asdict(run) for name, run in by_name.items()}
+        values = {name: run.model_dump() for name, run in by_name.items()}
         _print_json({"differing": compare.differing(by_name), "runs": values})
     else:
         compare.show_runs(by_name)
     if out:
         compare.plot_runs(by_name, out / "compare.png")
-        click.echo(tr("The loss curves: {file}", file=out / "compare.png"), err=as_json)
 
 
 @app.command("fetch")
@@ -203,7 +195,7 @@ def verify(run: str) -> None:
 
 @of_a_run.command()
 @argument("run")
-@option("--to", type=FILE, help="A folder that does not exist yet; default: ./checkpoint-N.")
+@option("--to", type=PATH, help="A folder that does not exist yet; default: ./checkpoint-N.")
 @option("--step", type=int, help="Of this step, instead of the newest that verifies.")
 def restore(run: str, to: Path | None, step: int | None) -> None:
     """Unpack the newest checkpoint that verifies."""
@@ -227,8 +219,8 @@ def data() -> None:
 @option("--no-repair", is_flag=True, help="Reject text read in the wrong encoding instead of fixing it.")
 @option("--model", default="", help="Measure tokens with the tokenizer of this model, named as in the lessons.")
 @option("--max-length", type=click.IntRange(0), default=0, help="Report rows with more tokens than this.")
-@option("--out", type=FILE, help="Write train, eval, rejected rows and the data card here.")
-@option("--rejected", type=FILE, help="Write the rejected rows with their reasons here.")
+@option("--out", type=PATH, help="Write train, eval, rejected rows and the data card here.")
+@option("--rejected", type=PATH, help="Write the rejected rows with their reasons here.")
 @json_option
 def check_data(
     as_json: bool,
@@ -285,14 +277,14 @@ def serve_env() -> None:
 
 
 @app.command("bench-serve")
-@option("--model", type=FOLDER, help="A model folder; it is served here.")
+@option("--model", type=PATH, help="A model folder; it is served here.")
 @option("--url", default="", help="A server that is running; its key, if it has one, in VLLM_API_KEY.")
 @option("--name", default="", help="The model's name on that server; default: the first it has.")
 @option("--concurrency", default="1,8,32,128", help="Concurrent requests, separated by commas.")
 @option("--prompt-tokens", type=COUNT, default=128)
 @option("--answer-tokens", type=click.IntRange(2), default=128)
 @option("--rivals", default="generate,transformers-serve", help="What --model is measured against; '' for none.")
-@option("--out", type=FILE, help="A folder for bench.json and bench.png.")
+@option("--out", type=PATH, help="A folder for bench.json and bench.png.")
 @json_option
 def bench_serve(
     as_json: bool,
@@ -306,8 +298,7 @@ def bench_serve(
     from nbutils import bench
 
     settings = bench.Load(bench.parse_concurrency(concurrency), prompt_tokens, answer_tokens)
-    progress = redirect_stdout(sys.stderr) if as_json else nullcontext()
-    with progress:
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):  # its progress
         results = bench.measure_speed(settings=settings, rivals=bench.parse_rivals(rivals), **options)
     if as_json:
         _print_json(results.as_dict())
@@ -318,8 +309,8 @@ def bench_serve(
 @app.command()
 @argument("folder", type=MODEL_FOLDER)
 @argument("formats", nargs=-1)
-@option("--out", type=FILE, help="Where the exports go; default: exports/ beside FOLDER.")
-@option("--data", type=ROWS, help="Train rows (.jsonl) that awq is calibrated on; other formats need none.")
+@option("--out", type=PATH, help="Where the exports go; default: exports/ beside FOLDER.")
+@option("--data", type=PATH, help="Train rows (.jsonl) that awq is calibrated on; other formats need none.")
 @option("--check/--no-check", default=True, help="Compare each export with FOLDER.")
 def export(folder: Path, formats: Words, out: Path | None, data: Path | None, check: bool) -> None:
     """Write the merged model FOLDER in other FORMATS, each with its size and its loss; without any: show them all."""
@@ -348,12 +339,25 @@ def push(folder: Path, to: str, public: bool) -> None:
 
 @app.command()
 @argument("base")
-@argument("adapter", type=FILE)
-@argument("out", type=FILE)
-@option("--dtype", type=DTYPES, default="auto", help="float32, float16, bfloat16, or auto: the base's own.")
-@option("--onto", type=ONTO, default="full", help="full, or dequantized: the base as 4-bit training saw it.")
+@argument("adapter", type=PATH)
+@argument("out", type=PATH)
 @option(
-    "--device", type=DEVICES, default="cpu", help="cpu needs no more than some hundred MB; cuda computes on the GPU."
+    "--dtype",
+    type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
+    default="auto",
+    help="float32, float16, bfloat16, or auto: the base's own.",
+)
+@option(
+    "--onto",
+    type=click.Choice(["full", "dequantized"]),
+    default="full",
+    help="full, or dequantized: the base as 4-bit training saw it.",
+)
+@option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    help="cpu needs no more than some hundred MB; cuda computes on the GPU.",
 )
 @option("--replace", "replace_other", is_flag=True, help="Replace another model of this course that is in OUT.")
 def merge(base: str, adapter: Path, out: Path, **options: Any) -> None:

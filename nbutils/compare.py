@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel
 
 from nbutils import display, platforms, record
 from nbutils.config import shown
@@ -14,7 +17,7 @@ from nbutils.errors import CourseError
 from nbutils.evaluation.comparison import SHOWN_SCORES
 from nbutils.evaluation.scores import Estimate
 from nbutils.language import tr
-from nbutils.record import Facts, RunFolder
+from nbutils.record import Evaluation, Facts, RunFolder, Score
 from nbutils.tracking import Log, loss_history, read_history, validation_history
 
 TOLERANCE = 0.01  # of the loss: sums in another order differ by a rounding each, 2^-8 of a value in bfloat16
@@ -33,16 +36,13 @@ MEASURES = (  # facts of lesson 03 in the table
 )
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(BaseModel):
     """What a run folder says of its run; empty: not recorded."""
 
     model: str
     settings: Facts  # profile, model, data, and the values of the profile
     trained: Facts  # the `TrainingFacts` of lesson 03
-    scores: dict[str, dict[str, Any]]  # of the merged model: mean, low and high
-    verdict: str
-    general: str  # the verdict on general knowledge
+    evaluation: Evaluation  # of the merged model
     history: Log
 
 
@@ -57,14 +57,11 @@ def load_run(run: RunFolder) -> Run:
     if settings:
         data = str(trained.get("data_fingerprint"))[:12]
         settings = {"profile": facts.profile, "data": data, **settings, "model": facts.model}
-    evaluation = record.Evaluation() if run.merge_is_outdated else facts.lessons.merged.evaluation
     return Run(
         model=facts.model,
         settings=settings,
         trained=trained,
-        scores={name: score.merged.model_dump() for name, score in evaluation.scores.items()},
-        verdict=evaluation.verdict,
-        general=evaluation.general.verdict,
+        evaluation=facts.lessons.merged.evaluation,
         history=read_history(run.logs / "history.json"),
     )
 
@@ -72,8 +69,14 @@ def load_run(run: RunFolder) -> Run:
 def differing(runs: Runs) -> list[str]:
     """The settings that are not the same in all runs that recorded theirs."""
     recorded = [run.settings for run in runs.values() if run.settings]
-    names = dict.fromkeys(name for settings in recorded for name in settings if name != "about")
-    return [name for name in names if any(settings.get(name) != recorded[0].get(name) for settings in recorded)]
+    names = dict.fromkeys(chain.from_iterable(recorded))
+    names.pop("about", None)
+    different = []
+    for name in names:
+        values = {shown(settings.get(name)) for settings in recorded}
+        if len(values) > 1:
+            different.append(name)
+    return different
 
 
 def plot_runs(runs: Runs, path: Path | None = None) -> None:
@@ -113,33 +116,31 @@ def _column(run: Run, settings: Sequence[str]) -> dict[str, str]:
         if text := record.readable_value(run.trained.get(name)):
             column[tr(record.label(name))] = text
     for name in PANELS:
-        score = run.scores.get(name)
-        if score and score["mean"] is not None:
+        score = run.evaluation.scores.get(name, Score()).merged
+        if score.mean is not None:
             shown_as = SHOWN_SCORES[name]
             label = tr("merged: {score}", score=tr(shown_as.label))
-            column[label] = Estimate(**score).text(shown_as.form)
-    if run.verdict:
-        column[tr("verdict")] = record.outcome(run.verdict, run.general)
+            column[label] = Estimate(**score.model_dump()).text(shown_as.form)
+    verdict = run.evaluation.verdict
+    if verdict:
+        column[tr("verdict")] = record.outcome(verdict, run.evaluation.general.verdict)
     return column
 
 
-def beside(run: RunFolder, trained: Facts | None = None) -> Runs:
+def beside(run: RunFolder, trained: Facts) -> Runs:
     """Show this run, with the facts it is about to record, and the newest finished ones of its model and data.
 
     Example: compare.beside(lesson.run, trained=result.facts())
     """
     mine = load_run(run)
-    for name, value in (trained or {}).items():
-        if value is not None:
-            mine.trained[name] = value
-    runs = {run.name: mine}
+    mine.trained.update({name: value for name, value in trained.items() if value is not None})
     data = mine.trained.get("data_fingerprint")
+    runs = {run.name: mine}
     for folder in record.runs(run.path.parent).values():
         with suppress(CourseError):  # a damaged record is reported where its own run is opened
             other = load_run(folder)
-            finished = other.trained and record.complete(other.trained)
             same = other.model == mine.model and other.trained.get("data_fingerprint") == data
-            if finished and same and len(runs) < MOST_RUNS:
+            if same and record.complete(other.trained) and len(runs) < MOST_RUNS:
                 runs.setdefault(folder.name, other)
     show_runs(runs)
     return runs
@@ -151,8 +152,8 @@ class SpeedUp:
 
     alone: Facts
     together: Facts
-    times: float  # the tokens per second of one process
-    difference: float  # the largest between two losses of the same step, relative to the loss
+    speedup: float  # the tokens per second of one process
+    loss_difference: float  # the largest between two losses of the same step, relative to the loss
     same_work: bool  # equal steps over equally many rows, with equal losses
 
 
@@ -165,32 +166,14 @@ def speed_up(alone: Path, together: Path) -> SpeedUp:
     several = load_run(RunFolder(together))
     losses = dict(loss_history(single.history))
     others = dict(loss_history(several.history))
-    common = losses.keys() & others.keys()
-    if not common:
-        raise CourseError(
-            tr("{one} and {other} logged no step in common.", one=alone.name, other=together.name),
-            todo=tr("Run the comparison again with a larger TRIAL_STEPS."),
-        )
-    difference = max(abs(losses[step] - others[step]) / (losses[step] or 1e-6) for step in common)
+    differences = [abs(losses[step] - others[step]) / (losses[step] or 1e-6) for step in losses.keys() & others.keys()]
+    difference = max(differences, default=math.inf)
     same_rows = all(single.trained[name] == several.trained[name] for name in ("steps", "batch"))
     same_log = losses.keys() == others.keys()  # a loss that is not a number is not logged
     return SpeedUp(
-        single.trained,
-        several.trained,
-        times=several.trained["tokens_per_second"] / single.trained["tokens_per_second"],
-        difference=difference,
+        alone=single.trained,
+        together=several.trained,
+        speedup=round(several.trained["tokens_per_second"] / single.trained["tokens_per_second"], 3),
+        loss_difference=difference,
         same_work=same_rows and same_log and difference <= TOLERANCE,
     )
-
-
-def speed_up_facts(compared: SpeedUp | None) -> Facts:
-    """A comparison for facts.json; None keeps what an earlier run measured."""
-    if compared is None:
-        return {"speedup": None, "tokens_per_second": None, "loss_difference": None}
-    alone = compared.alone["tokens_per_second"]
-    together = compared.together["tokens_per_second"]
-    return {
-        "speedup": round(compared.times, 3),
-        "tokens_per_second": {"alone": alone, "together": together},
-        "loss_difference": compared.difference,
-    }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+from collections import ChainMap
 from collections.abc import Sequence
 from pathlib import Path
 
 from nbutils import display, install, lesson, notices, record
-from nbutils.errors import CourseError, LessonFailed, StoppedByHand, Unfinished
+from nbutils.errors import CourseError, StoppedByHand, Unfinished, require_choice
 from nbutils.files import NOTEBOOKS, make_folder
 from nbutils.language import language, tr
 from nbutils.papermill_io import signals_to_kernel
@@ -17,30 +18,24 @@ from nbutils.record import Facts, RunFolder
 def select(only: Sequence[str]) -> list[str]:
     """The lessons named ("03" or "03_qlora"); the course 01-05 when none is."""
     stems = sorted(file.stem for file in NOTEBOOKS.glob("[0-9][0-9]_*.py"))
+    by_number = {stem[:2]: stem for stem in stems}
     chosen = []
     for name in only:
-        matching = [stem for stem in stems if name in (stem, stem[:2])]
-        if not matching:
-            raise CourseError(
-                tr("There is no lesson {name!r}.", name=name),
-                allowed=", ".join(stems),
-                todo=tr("Write its number, as in --only 03."),
-            )
-        chosen += matching
+        require_choice("--only", name, [*by_number, *stems])
+        chosen.append(by_number[name[:2]])
     return chosen or list(lesson.COURSE)
 
 
 def split_parameters(parameters: dict[str, str], stems: Sequence[str]) -> dict[str, Facts]:
     """Typed parameters for each lesson: every name must belong to at least one of them."""
-    known: dict[str, type] = {}
-    by_lesson: dict[str, Facts] = {}
+    types = {}
     for stem in stems:
-        types = lesson.declared_in(NOTEBOOKS / f"{stem}.py")
-        known |= types
-        by_lesson[stem] = {}
-        for name in parameters.keys() & types.keys():
-            by_lesson[stem][name] = lesson.parse(name, parameters[name], types[name])
-    lesson.refuse_unknown(parameters, known)
+        source = NOTEBOOKS / f"{stem}.py"
+        types[stem] = lesson.declared_in(source)
+    values = lesson.check(parameters, ChainMap(*types.values()))
+    by_lesson = {}
+    for stem, declared in types.items():
+        by_lesson[stem] = {name: values[name] for name in declared if name in values}
     return by_lesson
 
 
@@ -66,25 +61,19 @@ def run_lessons(stems: Sequence[str], parameters: dict[str, str]) -> RunFolder:
                     if not received:
                         raise
             if received:
-                raise _stopped(stem, signal.Signals(received[0]))
+                raise _stopped(stem, by_hand=received[0] == signal.SIGINT)
             if stem == "03_qlora":
                 lesson.require_trained(folder)
-    work.ended("finished", summary(folder))
+    work.ended("finished", record.summary(folder))
     return folder
 
 
-def _stopped(stem: str, received: signal.Signals) -> CourseError:
+def _stopped(stem: str, by_hand: bool) -> CourseError:
     """The error that ends a run which was asked to end."""
-    kind = StoppedByHand if received == signal.SIGINT else Unfinished
+    kind = StoppedByHand if by_hand else Unfinished
     return kind(
-        tr(
-            "This run was asked to end ({signal}), and stops after lesson {lesson}.",
-            signal=received.name,
-            lesson=stem,
-        ),
-        todo=tr(
-            "Give the same command again. What is done is not repeated, and a training that was stopped continues."
-        ),
+        tr("This run was asked to end, and stops after lesson {lesson}.", lesson=stem),
+        todo=tr("Give the same command again. What is done is not repeated."),
     )
 
 
@@ -95,12 +84,11 @@ def execute(stem: str, output: Path, values: Facts) -> None:
     from papermill.exceptions import PapermillExecutionError
 
     make_folder(output.parent, tr("executed notebooks"))
-    chinese = NOTEBOOKS / "zh" / f"{stem}.ipynb"
-    source = chinese if language() == "zh" and chinese.exists() else NOTEBOOKS / f"{stem}.ipynb"
+    folder = NOTEBOOKS / "zh" if language() == "zh" else NOTEBOOKS
     unfinished = output.with_suffix(".unfinished.ipynb")  # a failure leaves the notebook of an earlier success alone
     try:
         papermill.execute_notebook(
-            source,
+            folder / f"{stem}.ipynb",
             unfinished,
             parameters=values,
             kernel_name="python3",
@@ -109,34 +97,19 @@ def execute(stem: str, output: Path, values: Facts) -> None:
             extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # the kernel's own remarks would break the bar
         )
     except PapermillExecutionError as failure:
-        raise LessonFailed(
+        problem = f"{failure.ename}: {failure.evalue}"
+        raise CourseError(
             tr(
-                "Lesson {lesson} failed in cell {cell}; {output} shows where.",
+                "Lesson {lesson} failed in cell {cell}: {problem}",
                 lesson=stem,
                 cell=failure.exec_count,
-                output=unfinished,
+                problem=problem,
             ),
-            todo=tr("Fix the cause shown below, then run the same command again."),
-            problem=f"{failure.ename}: {failure.evalue}",
+            todo=tr("Mend the cause, then give the same command again. {output} shows the cell.", output=unfinished),
         ) from failure
     except DeadKernelError as failure:
         raise CourseError(
-            tr(
-                "The kernel of lesson {lesson} ended before the lesson did. It was stopped, or the machine's "
-                "memory was full.",
-                lesson=stem,
-            ),
+            tr("The kernel of lesson {lesson} was stopped, or the machine's memory was full.", lesson=stem),
             todo=tr("Give the same command again. What is done is not repeated."),
         ) from failure
     unfinished.replace(output)
-
-
-def summary(folder: RunFolder) -> str:
-    """Where everything is, and whether the tuning helped."""
-    lines = [tr("results      {folder}: report.md, facts.json, notebooks", folder=folder.path)]
-    evaluation = record.load_facts(folder.facts).lessons.merged.evaluation
-    if evaluation.verdict:
-        outcome = record.outcome(evaluation.verdict, evaluation.general.verdict)
-        page = folder.path / "evaluation" / "report.html"
-        lines.append(tr("the tuning   {verdict}; why: {page}", verdict=outcome, page=page))
-    return "\n".join(lines)

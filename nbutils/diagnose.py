@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -27,7 +26,6 @@ from nbutils.tracking import Curve, best_of, loss_history, read_history, validat
 MOST_READ = 2**28  # bytes of a log; a device has no end
 FIRST_BYTES = 2**21  # that are searched
 LAST_BYTES = 2**23
-FEW_STEPS = 20
 LARGE_SHARE = 0.1
 FLAT = 0.95  # the last loss as a share of the first
 RISEN = 1.1  # the last loss as a share of the first, or of the best
@@ -68,12 +66,6 @@ def explain(text: str) -> dict[str, Finding]:
     return findings
 
 
-def known() -> dict[str, Finding]:
-    """All there is in the table, by name."""
-    entries = symptoms()["messages"] | symptoms()["runs"]
-    return {name: _finding(name, entry) for name, entry in entries.items()}
-
-
 def _finding(seen: str, entry: Entry) -> Finding:
     return Finding(seen, tr(entry["cause"]), tr(entry["todo"]))
 
@@ -94,7 +86,6 @@ class Trained:
     facts: TrainingFacts = field(default_factory=TrainingFacts)
     evaluation: Evaluation = field(default_factory=Evaluation)
     rows: CheckedRows = field(default_factory=CheckedRows)
-    merge_is_outdated: bool = False
     failure: str = ""  # how a training ended that neither finished nor was asked to stop
 
     @classmethod
@@ -112,15 +103,14 @@ class Trained:
             loss_history(log),
             validation_history(log),
             facts=lessons.trained,
-            evaluation=Evaluation() if run.merge_is_outdated else lessons.merged.evaluation,
+            evaluation=lessons.merged.evaluation,
             rows=rows,
-            merge_is_outdated=run.merge_is_outdated,
         )
 
     @property
     def ends(self) -> tuple[float, float]:
         """The training loss at the start and at the end, each a mean of a few; zeros if there is none."""
-        losses = [loss for _, loss in self.train if math.isfinite(loss)] or [0.0]
+        losses = [loss for _, loss in self.train] or [0.0]
         return fmean(losses[:3]), fmean(losses[-3:])
 
 
@@ -148,16 +138,13 @@ def _in_the_loss(run: Trained) -> Faults:
 
 
 def _not_a_number(run: Trained) -> str:
-    """The loss is NaN or infinite: the log says so, or ends before the training did, or float16 skipped many steps."""
+    """The loss is NaN or infinite: the log ends before the training did, or float16 skipped many steps."""
     steps = run.facts.steps
-    wrong = [step for step, loss in run.train if not math.isfinite(loss)]
     interval = run.facts.settings.get("sft.logging_steps")
     if run.train and isinstance(interval, int):
         last, _ = run.train[-1]
         if steps - last > 2 * interval:  # a loss that is not a number is not written
-            wrong.append(last + 1)
-    if wrong:
-        return tr("the loss is not a number from step {step} on", step=min(wrong))
+            return tr("the loss is not a number from step {step} on", step=last + 1)
     skipped = run.facts.skipped_steps or 0
     if skipped > LARGE_SHARE * steps:
         return tr("{count} of {steps} steps were skipped: float16 overflowed", count=skipped, steps=steps)
@@ -182,13 +169,11 @@ def _in_the_validation(run: Trained) -> Faults:
 
 
 def _in_the_training(run: Trained) -> Faults:
-    """It failed, was short, lost rows, or ran out of memory and went on with slower settings."""
+    """It failed, is unfinished, lost rows, or ran out of memory and went on with slower settings."""
     facts = run.facts
     rows = run.rows
     if run.failure:
         yield "failed", run.failure
-    if 0 < facts.steps <= FEW_STEPS:
-        yield "few_steps", tr("{steps} steps", steps=facts.steps)
     if not facts.ended:
         yield "unfinished", tr("step {steps} of {planned}", steps=facts.steps, planned=facts.planned_steps)
     too_long = facts.rows_left_out
@@ -203,9 +188,7 @@ def _in_the_training(run: Trained) -> Faults:
 
 
 def _in_the_merged_model(run: Trained) -> Faults:
-    """It is of an earlier training, no better than the base, or does not end its answers."""
-    if run.merge_is_outdated:
-        yield "merge_outdated", tr("the merged model is older than the adapter")
+    """It is no better than the base, or does not end its answers."""
     verdict = run.evaluation.verdict
     if verdict not in ("", "helped"):
         yield "did_not_help", tr("verdict of lesson 04: {verdict}", verdict=tr(verdict))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,9 @@ from nbutils.platforms import detect, in_kernel
 ACCENT = "var(--jp-brand-color1, #2979c9)"
 ALARM = "var(--jp-warn-color1, #e07b00)"
 POINTS = 160  # of the live curve, at most
-FEW_POINTS = 30  # of a plotted curve; each is marked
 CHOICE_WIDTHS = (40, 26, 50)  # of a table of choices: what, value, why
 WRAPPED_WIDTH = 110  # of a line of prose
 LIVE_LINE = re.compile(r"\[WARN\]|[^:]* · ")  # of a training, in any language
-FONT = "fonts/NotoSansSC-Regular.ttf"  # in the package zhplot: matplotlib's own font has no Chinese
 CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curves.py
 Losses = Sequence[tuple[int, float]]  # step and loss
 Row = Mapping[str, Any]  # of a table: its cells by heading
@@ -142,13 +141,12 @@ def columns_of(lines: Sequence[Sequence[str]]) -> str:
 def pyplot() -> Any:
     """matplotlib.pyplot, which can also write Chinese if that is the language of the course."""
     import matplotlib.pyplot as plt
-    from matplotlib import font_manager
 
-    package = importlib.util.find_spec("zhplot")
-    if language() == "zh" and package and package.origin:
-        font = Path(package.origin).parent / FONT
-        font_manager.fontManager.addfont(font)
-        plt.rcParams["font.family"] = ["DejaVu Sans", font_manager.FontProperties(fname=font).get_name()]
+    if language() == "zh":
+        with suppress(ImportError):  # where matplotlib alone was installed
+            import zhplot
+
+            zhplot.matplotlib_chineseize()
     return plt
 
 
@@ -172,19 +170,16 @@ def plot_losses(history: Row, path: Path | None = None, title: str = "Loss") -> 
 
 def plot_panels(panels: Mapping[str, Mapping[str, Losses | None]], path: Path | None = None) -> None:
     """Loss curves by label, in a panel for each title."""
-    size = (max(7, 3.4 * len(panels)), 3)
-    figure = pyplot().figure(figsize=size)
+    columns = len(panels)
+    width = max(7, 3.4 * columns)
+    figure = pyplot().figure(figsize=(width, 3))
     for number, (title, curves) in enumerate(panels.items(), 1):
-        axes = figure.add_subplot(1, len(panels), number, xlabel=tr("step"), ylabel=tr("loss"))
+        axes = figure.add_subplot(1, columns, number, xlabel=tr("step"), ylabel=tr("loss"))
         axes.set_title(title, fontsize=10)
         for label, curve in curves.items():
             if curve:
-                marker = "o" if len(curve) < FEW_POINTS else None
-                axes.plot(
-                    *zip(*curve, strict=True),
-                    marker=marker,
-                    label=label,
-                )
+                steps, losses = zip(*curve, strict=True)
+                axes.plot(steps, losses, marker=".", label=label)
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
@@ -227,50 +222,33 @@ def calm_bars() -> None:
 
 
 class LiveOutput:
-    """One output of a cell, replaced each time; where nobody watches, at most `most_lines` plain lines."""
+    """One output of a cell, replaced each time; without HTML, where nobody watches, plain lines."""
 
-    def __init__(self, most_lines: float = math.inf) -> None:
-        self.lines_left = most_lines
-        self.handle: Any = None
+    handle: Any = None
 
     def show(self, text: str, html: str = "") -> None:
         """Show this instead of what was there."""
-        page = {"text/plain": text}
-        if html:
-            page["text/html"] = html
-        if self.handle is not None:
+        page = {"text/plain": text, "text/html": html}
+        if not html:
+            print(text, flush=True)
+        elif self.handle:
             self.handle.update(page, raw=True)
-        elif watched():
+        else:
             from IPython.display import display
 
             self.handle = display(page, raw=True, display_id=True)
-        elif self.lines_left > 0:
-            self.lines_left -= 1
-            print(text, flush=True)
 
 
-def live_line(parts: Mapping[str, str]) -> str:
-    """The numbers in one line."""
-    return " · ".join(_worded(name, value) for name, value in parts.items())
-
-
-def _worded(name: str, value: str) -> str:
-    """A number of a training with the word that says what it is."""
-    texts = {
-        "loss": tr("loss {value}", value=value),
-        "validation": tr("validation {value}", value=value),
-        "left": tr("{value} left", value=value),
-        "tokens/s": f"{value} tokens/s",
-        "GPU": f"GPU {value}",
-    }
-    return texts.get(name, value)
+def live_line(numbers: Mapping[str, str]) -> str:
+    """The numbers of a training in one line."""
+    return " · ".join(f"{tr(name)} {value}" for name, value in numbers.items())
 
 
 def live_page(
     parts: Mapping[str, str], step: int, last: int, losses: Losses, validation: Losses = (), notes: Iterable[str] = ()
 ) -> str:
     """Numbers by name, how far the training is, its curves and notes, as HTML."""
-    stride = max(1, math.ceil(len(losses) / POINTS))
+    stride = len(losses) // POINTS + 1
     curves = [_finite(losses[::stride]), _finite(validation)]
     values = [loss for curve in curves for _, loss in curve] or [0.0]
     return render(
@@ -290,10 +268,8 @@ def _finite(curve: Losses) -> Losses:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as a person reads them: 0:07, 12:34, 1:02:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    """Seconds as a person reads them: 0:00:07, 1:02:03."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 class LiveLines(io.TextIOBase):

@@ -100,7 +100,7 @@ def examine() -> Report:
             checks.append(
                 Check(
                     look.__name__.removeprefix("check_"),
-                    tr("could not be looked at ({problem})", problem=f"{type(problem).__name__}: {problem}"),
+                    f"{type(problem).__name__}: {problem}",
                     tr("continue; if a lesson stops, report this line"),
                 )
             )
@@ -172,19 +172,15 @@ def check_folders(platform: Platform, folders: Folders) -> Iterator[Check]:
         folder = getattr(folders, name)
         free = disk.free_gib(folder)
         files = disk.free_inodes(folder)
-        seen = tr("{folder}, {free:.1f} GiB free", folder=folder, free=free)
-        todo = ""
-        status = "WARN"
+        is_full = free < 5 or (files is not None and files < disk.FEWEST_FILES)
         if why := platforms.cannot_write(disk.nearest(folder)):
             seen = tr("{folder} cannot be written ({why})", folder=folder, why=why)
             todo = tr("make it writable, restart the machine, or set NBUTILS_HOME to a folder you may write to")
-            status = "WARN" if name == "work" else "FAIL"
-        elif files is not None and files < disk.FEWEST_FILES:
-            seen = tr("{folder}, room for {files} files", folder=folder, files=files)
-            todo = tr("delete what you no longer need there")
-        elif free < 5:
-            todo = tr("delete what you no longer need there")
-        yield Check(name, seen, todo, status)
+            yield Check(name, seen, todo, "WARN" if name == "work" else "FAIL")
+        else:
+            seen = tr("{folder}, {free:.1f} GiB free", folder=folder, free=free)
+            todo = tr("delete what you no longer need there: 5 GiB and 300 files should fit")
+            yield Check(name, seen, todo if is_full else "")
     if platform.name == "kaggle" and not platform.batch:
         seen = tr("only if you save a version: this is an interactive session")
         todo = tr("choose Save Version > Save & Run All, or set Persistence to Files in the notebook's settings")
@@ -213,32 +209,12 @@ def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
         yield Check("GPU", operation.reason, hardware.cure(), "FAIL")
     elif gpu:
         yield Check("GPU", operation.reason)
+    elif listed := hardware.driver_gpus():
+        seen = tr("the driver lists {gpu}, but torch cannot use it", gpu=listed[0])
+        yield Check("GPU", seen, tr("install a torch build for CUDA, or a newer driver if it is one already"))
     else:
-        yield _without_gpu(platform)
-
-
-def _without_gpu(platform: Platform) -> Check:
-    """Why there is no GPU, as far as that can be seen."""
-    if listed := hardware.driver_gpus():
-        return Check(
-            "GPU",
-            tr("the driver lists {gpu}, but torch cannot use it", gpu=listed[0]),
-            tr("install a torch build for CUDA, or a newer driver if it is one already"),
-        )
-    if sys.platform == "darwin":
-        return Check(
-            "GPU",
-            tr(
-                "Apple's (MPS), which no lesson uses: 01 to 04 run on the CPU, with the profiles tiny (a minute of "
-                "training) and laptop (LoRA without quantization, some minutes)"
-            ),
-            tr(
-                "rent a GPU for larger models (`python -m nbutils plan`): QLoRA needs CUDA, since bitsandbytes has "
-                "slow 4-bit kernels and no 8-bit optimizers for Macs; lesson 05 needs Linux"
-            ),
-        )
-    seen = tr("none: lessons run on the CPU, which is enough for the profiles tiny and laptop")
-    return Check("GPU", seen, "" if platform.name == "local" else tr(platform.entry.gpu_todo))
+        seen = tr("none: lessons run on the CPU, which is enough for the profiles tiny and laptop")
+        yield Check("GPU", seen, "" if platform.name == "local" else tr(platform.entry.gpu_todo))
 
 
 def check_packages(platform: Platform, folders: Folders) -> Iterator[Check]:

@@ -45,14 +45,6 @@ class DownloadFailed(CourseError):
     """This source of a model failed; another one may have it."""
 
 
-class LessonFailed(CourseError):
-    """A cell of a lesson failed under papermill; `problem` is its error."""
-
-    def __init__(self, seen: str, todo: str, problem: str) -> None:
-        super().__init__(seen, f"{todo}\n{problem}")
-        self.problem = mask_secrets(problem)
-
-
 class StoppedByHand(CourseError):
     """The learner ended it: nothing went wrong, and nobody needs to be told."""
 

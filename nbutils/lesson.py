@@ -7,7 +7,6 @@ names of its `parameters` cell; an unknown name or a wrong type is refused: a mi
 from __future__ import annotations
 
 import argparse
-import ast
 import builtins
 import logging
 import os
@@ -18,30 +17,30 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from nbutils import checkpoints, display, distributed, hardware, install, models, notices, platforms, profiles, record
 from nbutils.config import Overrides, flat, settings_in, settings_text
 from nbutils.errors import CourseError, Unfinished
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
 from nbutils.hardware import GPU
-from nbutils.language import joined, language, print_whatever, tr
+from nbutils.language import language, print_whatever, tr
 from nbutils.platforms import Folders, Platform
 from nbutils.profiles import Resolved
-from nbutils.record import Facts, RunFolder
+from nbutils.record import Facts, RunFacts, RunFolder
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
 LESSONS_ABOUT_ADAPTER = ("04_merge", "05_serve", "08_export", "09_benchmark")  # a new adapter outdates their facts
 LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark")  # their processes may use every GPU
 GPU_UNTESTED = ("06_scale_out", "99_when_it_breaks")  # each process of 06 tests its own; 99 is for broken ones
 LARGEST_ON_CPU = 1  # billions of parameters; without a GPU, no training of a larger model is begun
+NUMBER = Field(ge=0, le=2**32 - 1)
 LIMITS = {  # of a parameter by its name, else by its type
-    int: Field(ge=0, le=2**32 - 1),
-    float: Field(ge=0, le=2**32 - 1),
+    int: NUMBER,
+    float: NUMBER,
     "RUN_NAME": Field(pattern=r"^(\w[\w.-]{0,79})?$"),  # it becomes the name of a folder
     "RESUME": Field(pattern=r"^(auto|never|\d+)$"),
 }
@@ -87,11 +86,6 @@ class Lesson(Machine):
         self.device: int | str = distributed.local_rank() if self.gpu else "cpu"
         self.scratch = self.folders.scratch / self.run.name  # on the fast disk that may vanish
 
-    @property
-    def device_map(self) -> dict[str, int | str] | None:
-        """Where `from_pretrained` puts the weights, as the strategy of this training wants it."""
-        return distributed.device_map(self.device, self.profile.from_pretrained.dtype, self.profile.method)
-
     def with_recipe(self, lengths: Sequence[int], held_out: int | None = None) -> Lesson:
         """This lesson with the recipe for examples of these lengths in tokens, and for so many `held_out` rows.
 
@@ -104,6 +98,8 @@ class Lesson(Machine):
         fitted = replace(self, resolved=self.fitted(rows))
         processes = distributed.world_size()
         print(tr("recipe    {schedule}", schedule=profiles.schedule(fitted.profile.sft, rows, processes)))
+        if warning := profiles.few_steps(fitted.profile, self.resolved.as_written, rows, processes):
+            print(f"[WARN] {warning}")
         return fitted
 
     def fitted(self, rows: profiles.Rows) -> Resolved:
@@ -116,6 +112,8 @@ class Lesson(Machine):
         resolved = self.resolved
         if newest:
             resolved = profiles.keep_begun(resolved, newest.fingerprint, newest.validation_rows)
+        elif self.gpu is None and not self.parameters.get("MODEL"):  # one that is named is meant
+            _require_gpu(self.model_name)
         return profiles.fit(resolved, rows)
 
     def require(self, stem: str) -> None:
@@ -203,19 +201,21 @@ class Lesson(Machine):
                 facts=self.run.facts,
             )
         )
-        self.work.ended("finished" if record.complete(entry) else "unfinished", f"{self.stem}: {_summary(entry)}")
+        status: notices.Status = "finished" if record.complete(entry) else "unfinished"
+        self.work.ended(status, f"{self.stem}\n{record.summary(self.run)}")
 
 
-def _summary(entry: Facts) -> str:
-    """The outcome of a lesson in a few words, for a notice."""
-    parts = []
-    if "planned_steps" in entry:
-        parts.append(tr("step {steps} of {planned}", steps=entry["steps"], planned=entry["planned_steps"]))
-    evaluation = entry.get("evaluation", {})
-    if "verdict" in evaluation:
-        general = evaluation.get("general", {})
-        parts.append(record.outcome(evaluation["verdict"], general.get("verdict", "")))
-    return joined(parts) or display.clock(entry["seconds"])
+def _require_gpu(model: str) -> None:
+    """Refuse to begin a training that would take days on a CPU."""
+    known = models.course_model(model)
+    if known and known.billions > LARGEST_ON_CPU:
+        raise CourseError(
+            tr("The training of {model} needs a GPU, and there is none here.", model=known.name),
+            todo=tr(
+                "Set PROFILE to auto, tiny or laptop, or use a machine with a GPU (Colab: Runtime > Change runtime "
+                "type). `python -m nbutils plan` lists GPUs to rent."
+            ),
+        )
 
 
 def require_trained(run: RunFolder) -> None:
@@ -248,14 +248,7 @@ def begin(stem: str, namespace: Facts) -> Lesson:
     """Start a lesson and print the platform, the profile, the model and where the run is kept."""
     started = time.monotonic()
     work = notices.begin(stem)
-    if not platforms.in_kernel():
-        print_whatever()
-    display.calm_bars()
-    hardware.share_processors()
-    if stem not in LAUNCHERS:
-        hardware.use_one_gpu()
-        hardware.leave_no_gaps()
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # wants a package no lesson needs
+    _prepare_process(stem)
     values = collect(stem, namespace)
     parameters = RunParameters.model_validate(values)
     distributed.join()
@@ -268,30 +261,55 @@ def begin(stem: str, namespace: Facts) -> Lesson:
         machine = find_machine(parameters, test_gpu=stem not in GPU_UNTESTED)
         run, resolved = open_run(parameters, machine)
         work.set_lesson(stem, run)
-    if stem == "03_qlora" and (line := distributed.hint(machine.gpu.count if machine.gpu else 0)):
+    lesson = Lesson(
+        **vars(machine), stem=stem, parameters=values, resolved=resolved, run=run, started=started, work=work
+    )
+    _introduce(lesson)
+    return lesson
+
+
+def _prepare_process(stem: str) -> None:
+    """Settle how this process prints and which processors and GPUs it uses, before any library asks."""
+    if not platforms.in_kernel():
+        print_whatever()
+    display.calm_bars()
+    hardware.share_processors()
+    if stem not in LAUNCHERS:
+        hardware.use_one_gpu()
+        hardware.leave_no_gaps()
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # wants a package no lesson needs
+
+
+def _introduce(lesson: Lesson) -> None:
+    """Print what a lesson starts with."""
+    resolved = lesson.resolved
+    if lesson.stem == "03_qlora" and (line := distributed.hint(lesson.gpu.count if lesson.gpu else 0)):
         print(line)
-    print(tr("profile   {name}: {reason}", name=resolved.name, reason=resolved.choices["profile"].reason))
-    print(tr("model     {model}", model=resolved.model))
-    print(tr("run       {folder}", folder=run.path))
-    if values.get("DATA") and models.is_tiny(resolved.model):
+    print(
+        tr(
+            "profile   {name}: {reason}\nmodel     {model}\nrun       {folder}",
+            name=resolved.name,
+            reason=resolved.choices["profile"].reason,
+            model=resolved.model,
+            folder=lesson.run.path,
+        )
+    )
+    if lesson.parameters.get("DATA") and models.is_tiny(resolved.model):
         print(tr('[WARN] the tiny model learns only its sample task: PROFILE "laptop" is for rows of your own'))
     if distributed.strategy():
         strategy = distributed.strategy_name(str(resolved.profile.method))
         print(tr("engine    {engine}, processes: {count}", engine=strategy, count=distributed.world_size()))
-    return Lesson(**vars(machine), stem=stem, parameters=values, resolved=resolved, run=run, started=started, work=work)
 
 
 def collect(stem: str, namespace: Facts) -> Facts:
     """The checked parameters of a lesson, also put into `namespace`; a plain script takes its command line first."""
     types = declared_in(NOTEBOOKS / f"{stem}.py")
+    names = set(types)
     if platforms.in_kernel():
-        refuse_unknown(_set_by_papermill(namespace.get("In", [])), types)
+        names.update(_set_by_papermill(namespace.get("In", [])))
     elif namespace.get("__name__") == "__main__":
         namespace.update(_command_line(types))
-    values = {}
-    for name, kind in types.items():
-        if name in namespace:
-            values[name] = parse(name, namespace[name], kind)
+    values = check({name: namespace[name] for name in names if name in namespace}, types)
     namespace.update(values)
     return values
 
@@ -313,39 +331,30 @@ def _command_line(types: ParameterTypes) -> Facts:
 
 def declared_in(source: Path) -> dict[str, type]:
     """The parameters of a lesson and their types, read from its `.py` without running it."""
-    types: dict[str, type] = {}
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.AnnAssign):
-            name = ast.unparse(node.target)
-            if name.isupper():
-                types[name] = getattr(builtins, ast.unparse(node.annotation))  # str, int, float or bool
-    return types
+    declared = re.findall(r"^([A-Z_]+): (\w+) =", source.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: getattr(builtins, kind) for name, kind in declared}  # str, int, float or bool
 
 
-def parse(name: str, value: Any, kind: type) -> Any:
-    """The value from a cell or a command line as the declared type, within its limits."""
-    if kind is str and type(value) in (int, float):
-        value = str(value)  # `papermill -p RUN_NAME 2024` passes a number
-    kind_within_limits: Any = Annotated[kind, LIMITS.get(name) or LIMITS.get(kind)]
+def check(values: Facts, types: ParameterTypes) -> Facts:
+    """The values from a cell or a command line as the declared types, within their limits; other names are refused."""
+    fields: Any = {name: (Annotated[kind, LIMITS.get(name) or LIMITS.get(kind)], None) for name, kind in types.items()}
+    # `papermill -p RUN_NAME 2024` passes a number
+    rules = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+    parameters = create_model("Parameters", __config__=rules, **fields)
     try:
-        return TypeAdapter(kind_within_limits).validate_python(value)
+        return parameters.model_validate(values).model_dump(exclude_unset=True)
     except ValidationError as problem:
-        reason = problem.errors()[0]["msg"]
+        first = problem.errors()[0]
         raise CourseError(
-            tr("Parameter {name} is {value!r}. {reason}.", name=name, value=value, reason=reason),
-            todo=tr("Correct {name} in the parameters cell, or after -p {name}.", name=name),
+            tr(
+                "Parameter {name} is {value!r}. {reason}.",
+                name=first["loc"][0],
+                value=first["input"],
+                reason=first["msg"],
+            ),
+            allowed=", ".join(types),
+            todo=tr("Correct it in the parameters cell, or after -p."),
         ) from problem
-
-
-def refuse_unknown(names: Iterable[str], types: ParameterTypes) -> None:
-    """Stop if any name is not a parameter of this lesson."""
-    for name in names:
-        if name not in types:
-            raise CourseError(
-                tr("Unknown parameter {name}.", name=name),
-                allowed=", ".join(types),
-                todo=tr("Write one of these names."),
-            )
 
 
 def find_machine(parameters: RunParameters, test_gpu: bool = True) -> Machine:
@@ -383,45 +392,43 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
     folders = machine.folders
     make_folder(folders.keep, tr("runs"))
     make_folder(folders.scratch, tr("scratch files"))
-    profile = parameters.profile
-    model = parameters.model
-    by_auto = profile == "auto" and not model and not parameters.run_name  # the learner named nothing
-    if by_auto and machine.gpu:
+    by_auto = parameters.profile == "auto" and not parameters.model and not parameters.run_name
+    if by_auto and machine.gpu:  # the learner named nothing
         parameters = parameters.model_copy(update={"run_name": unfinished_run(folders.keep)})
-
-    @cache  # what it copies and prints, it should copy and print once
-    def folder_of(profile: str) -> RunFolder:
-        """The run folder for a profile, with what earlier sessions left of this run elsewhere."""
-        run = RunFolder(folders.keep / _run_name(parameters, profile))
-        _adopt_earlier(run, folders, parameters)
-        return run
-
-    if profile != "auto" and not model and machine.gpu is None:
-        _require_gpu_for(profile, folder_of(Path(profile).stem))
-    continued = False
-    if profile == "auto" and not model and parameters.run_name:
-        beginning = record.load_facts(folder_of("").facts)  # RUN_NAME is its name, whatever the profile
-        continued = bool(beginning.profile_source and beginning.model)
-        if continued:
-            profile = beginning.profile_source
-            model = beginning.model
+    beginning = _beginning(parameters, folders)
     resolved = profiles.resolve(
-        profile,
-        model,
+        beginning.profile_source or parameters.profile,
+        beginning.model or parameters.model,
         gpu=machine.gpu,
         platform=machine.platform,
         online=platforms.hub_online,
-        overrides=lambda name: _overrides(parameters, folder_of(name)),  # which run it is may depend on the profile
+        # which run it is may depend on the profile
+        overrides=lambda profile: _overrides(parameters, _find_run(parameters, folders, profile)),
     )
-    if continued:
-        for choice in ("profile", "model"):
-            resolved.choices[choice] = replace(resolved.choices[choice], reason=tr("this run began with it"))
-    run = folder_of(resolved.name)
+    if beginning.profile_source:
+        for name in ("profile", "model"):
+            resolved.choices[name] = replace(resolved.choices[name], reason=tr("this run began with it"))
+    run = _find_run(parameters, folders, resolved.name)
     resolved = replace(resolved, set_values=_settings_of_run(parameters, run))
     make_folder(run.path, tr("this run"))
     if distributed.is_main():
         _record_beginning(run, resolved, parameters, folders, by_auto)
     return run, resolved
+
+
+def _find_run(parameters: RunParameters, folders: Folders, profile: str) -> RunFolder:
+    """The run folder for a profile, with what earlier sessions left of this run elsewhere."""
+    run = RunFolder(folders.keep / _run_name(parameters, profile))
+    _adopt_earlier(run, folders, parameters)
+    return run
+
+
+def _beginning(parameters: RunParameters, folders: Folders) -> RunFacts:
+    """What the run named RUN_NAME began with, where neither a profile nor a model is named; else nothing."""
+    if parameters.profile != "auto" or parameters.model or not parameters.run_name:
+        return RunFacts()
+    run = _find_run(parameters, folders, profile="")
+    return record.load_facts(run.facts)
 
 
 def unfinished_run(keep: Path) -> str:
@@ -452,23 +459,6 @@ def _run_name(parameters: RunParameters, profile: str) -> str:
     return re.sub(r"[^\w.-]+", "-", name).strip("-._") or "run"
 
 
-def _require_gpu_for(profile: str, run: RunFolder) -> None:
-    """Refuse to begin a training that would take days on a CPU; a run begun elsewhere may be merged and served here."""
-    known = models.known_models().get(profiles.load(profile).model)
-    if known and known.billions > LARGEST_ON_CPU and not run.facts.exists():
-        raise CourseError(
-            tr(
-                "The profile {profile} trains {model}, which needs a GPU, and there is none here.",
-                profile=profile,
-                model=known.name,
-            ),
-            todo=tr(
-                "Set PROFILE to auto, tiny or laptop, or use a machine with a GPU (Colab: Runtime > Change runtime "
-                "type). `python -m nbutils plan` lists GPUs to rent."
-            ),
-        )
-
-
 def _settings_of_run(parameters: RunParameters, run: RunFolder) -> Facts:
     """SET; if empty, the one this run started with, unless another profile is named or the run starts over."""
     if parameters.set:
@@ -496,18 +486,17 @@ def _record_beginning(
     folders: Folders,
     by_auto: bool,
 ) -> None:
-    """Note what a run began with; an invalid facts.json is an error now, not after the training."""
+    """Note what a run begins with."""
     stores = checkpoints.stores(folders, run.name)
     has_checkpoint = any(any(store.glob("checkpoint-*.json")) for store in stores)
-    top: Facts = {}
-    # a training that has begun keeps what it began with: lesson 03 may refuse what is set today
-    if not has_checkpoint or parameters.resume == "never" or not run.facts.exists():
-        top = {
-            "profile": resolved.name,
-            "profile_source": resolved.source,
-            "model": resolved.model_name,
-            "set": resolved.set_values,
-        }
+    if has_checkpoint and parameters.resume != "never" and run.facts.exists():
+        return  # a training that has begun keeps what it began with: lesson 03 may refuse what is set today
+    top = {
+        "profile": resolved.name,
+        "profile_source": resolved.source,
+        "model": resolved.model_name,
+        "set": resolved.set_values,
+    }
     record.note_beginning(run.facts, top, by_auto)
 
 
@@ -516,46 +505,44 @@ def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) 
     for store in checkpoints.stores(folders, run.name)[1:]:  # the first is that of the run itself
         former = RunFolder(store.parent)
         attached = folders.is_attached(store)
-        parts = (store, former.path, former.data, former.facts)
-        if attached and any(part.is_symlink() for part in parts):
-            print(tr("[WARN] {run} is not used: a part of it is a link, which could lead anywhere", run=former.path))
-            continue
-        facts = {} if run.facts.exists() else record.read_facts(former.facts)
-        if facts:
-            settings = facts.setdefault("set", {})
+        if attached:
+            _refuse_links(former.path, store, former.data, former.facts)
+        if former.facts.exists() and not run.facts.exists():
+            facts = record.read_facts(former.facts)
             if attached:
                 _require_trusted(former, parameters)
-                settings.pop("course.data", None)
-            print(
-                tr(
-                    "facts     copied from {file}; SET = {settings}",
-                    file=former.facts,
-                    settings=settings_text(settings),
-                )
-            )
+                facts.get("set", {}).pop("course.data", None)  # it chooses no data of this machine
             make_folder(run.path, tr("this run"))
             record.note_beginning(run.facts, facts, by_auto=False)
+            print(tr("facts     copied from {file}", file=former.facts))
         if former.has("02_data_prep") and not any(run.data.glob("*")):
             _copy_data(former.data, run.data)
+
+
+def _refuse_links(*parts: Path) -> None:
+    """Refuse an attached run of which a part is a link."""
+    for part in parts:
+        if part.is_symlink():
+            raise CourseError(
+                tr("{path} of an attached run is a link, which could lead anywhere.", path=part),
+                todo=tr("Detach that run, or choose another RUN_NAME."),
+            )
 
 
 def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
     """Refuse an attached run with a model or profile that is neither the course's own nor named by the learner."""
     facts = record.load_facts(run.facts)
-    foreign = []
     model = facts.model
-    is_known = not model or models.is_tiny(model) or models.course_model(model)
-    if not is_known and model != parameters.model:
-        foreign.append(f"MODEL = {model!r}")
     profile = facts.profile_source
-    if profile not in ("", parameters.profile, *profiles.names()):
-        foreign.append(f"PROFILE = {profile!r}")
-    if foreign:
+    knows_model = model in ("", parameters.model) or models.is_tiny(model) or models.course_model(model)
+    if not knows_model or profile not in ("", parameters.profile, *profiles.names()):
         raise CourseError(
             tr(
-                "The attached run in {folder} was started with {settings}, which is not part of the course.",
+                "The attached run in {folder} was started with MODEL = {model!r} and PROFILE = {profile!r}. They are "
+                "not both part of the course.",
                 folder=run.path,
-                settings=", ".join(foreign),
+                model=model,
+                profile=profile,
             ),
             todo=tr(
                 "If you trust that run, set these in the parameters cell; otherwise detach it or choose "
@@ -566,7 +553,6 @@ def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
 
 def _copy_data(former: Path, data: Path) -> None:
     """Copy the plain files of a data folder, the card last: it says that all the others are there."""
-    print(tr("data      copied from {folder}", folder=former))
     make_folder(data, tr("this run"))
     card_last = sorted(former.iterdir(), key=lambda file: file.name == "data_card.json")
     for file in card_last:

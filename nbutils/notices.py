@@ -28,7 +28,7 @@ from typing import Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 from nbutils import checkpoints, display, distributed, platforms
-from nbutils.errors import CourseError, LessonFailed, StoppedByHand, Unfinished, require_choice
+from nbutils.errors import CourseError, StoppedByHand, Unfinished, require_choice
 from nbutils.files import fs_root
 from nbutils.language import print_whatever, tr
 from nbutils.masking import mask_secrets, remember_secret
@@ -144,9 +144,7 @@ class Work:
         if isinstance(problem, StoppedByHand) or not isinstance(problem, Exception) or not distributed.is_main():
             return
         text = str(problem)
-        if isinstance(problem, LessonFailed):
-            text = problem.problem
-        elif not isinstance(problem, CourseError):
+        if not isinstance(problem, CourseError):
             text = f"{type(problem).__name__}: {problem}"
         line = mask_secrets(text).strip().partition("\n")[0]
         if self.lesson not in line:

@@ -36,9 +36,7 @@ def signals_to_kernel(besides: subprocess.Popen[str] | None = None) -> Iterator[
 
     def forward(number: int) -> None:
         received.append(number)
-        kernels = psutil.Process().children()
-        if besides:
-            kernels = [kernel for kernel in kernels if kernel.pid != besides.pid]
+        kernels = [child for child in psutil.Process().children() if not besides or child.pid != besides.pid]
         for kernel in kernels:
             kernel.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         if not kernels:
@@ -52,15 +50,13 @@ def output_for(arguments: Sequence[str]) -> Path | None:
     """The output to add for a lesson given alone; None where papermill knows what to do."""
     notebooks = [word for word in arguments if word.endswith(".ipynb") or word == "-"]
     redirected = os.path.realpath("/proc/self/fd/1").endswith(".ipynb")
-    if len(notebooks) != 1 or "--help-notebook" in arguments or redirected:
+    if len(notebooks) != 1 or redirected:
         return None
     lesson = Path(notebooks[0])
-    if not LESSON.fullmatch(lesson.name) or not lesson.is_file():
+    following = arguments[arguments.index(notebooks[0]) + 1 :]
+    names_output = following and not following[0].startswith("-")
+    if names_output or not LESSON.fullmatch(lesson.name):
         return None
-    place = arguments.index(notebooks[0])
-    for following in arguments[place + 1 : place + 2]:
-        if not following.startswith("-"):
-            return None  # an output is named
     folder = make_folder(platforms.folders(platforms.detect()).keep / "notebooks", tr("executed notebooks"))
     output = folder / lesson.name
     if output.exists():

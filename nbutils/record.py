@@ -173,8 +173,8 @@ def find_run(name: str) -> RunFolder:
     if not run.facts.is_file():
         raise CourseError(
             tr("There is no run {run!r} in {folder}.", run=name, folder=keep),
-            allowed=tr("{known}; or the path of a run folder", known=", ".join(sorted(known))),
-            todo=tr("Name one of these, or set NBUTILS_HOME to the folder of your runs."),
+            allowed=", ".join(sorted(known)),
+            todo=tr("Name one of these or the path of a run folder, or set NBUTILS_HOME to the folder of your runs."),
         )
     return run
 
@@ -246,6 +246,17 @@ def outcome(verdict: str, general: str = "") -> str:
     return joined(words, ";")
 
 
+def summary(run: RunFolder) -> str:
+    """Where everything of a run is, and whether the tuning helped."""
+    lines = [tr("results      {folder}: report.md, facts.json, notebooks", folder=run.path)]
+    evaluation = load_facts(run.facts).lessons.merged.evaluation
+    if evaluation.verdict:
+        verdict = outcome(evaluation.verdict, evaluation.general.verdict)
+        page = run.path / "evaluation" / "report.html"
+        lines.append(tr("the tuning   {verdict}; why: {page}", verdict=verdict, page=page))
+    return "\n".join(lines)
+
+
 def update(path: Path, top: Facts, lesson: str, facts: Facts, outdated: Sequence[str] = ()) -> Facts:
     """Merge `top` and one lesson's facts into the record, without `outdated` lessons; None keeps what was measured."""
     record = read_facts(path) | top
@@ -311,7 +322,7 @@ def readable_value(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return f"{value:,.6g}"
     if isinstance(value, list):
         return joined(map(readable_value, value), ";")
     if not isinstance(value, dict):

@@ -257,13 +257,13 @@ class Progress(BaseModel, frozen=True):
             parts["validation"] = tr("{loss:.3f} (step {step})", loss=loss, step=step)
         if self.tokens_per_second:
             parts["tokens/s"] = f"{self.tokens_per_second:,.0f}"
-        parts["memory"] = tr("peak {peak:.2f} GiB", peak=self.peak_gib)
+        parts["peak"] = f"{self.peak_gib:.2f} GiB"
         if self.gpu_percent is not None:
             parts["GPU"] = f"{self.gpu_percent} %"
         if self.cost:
             parts["cost"] = money(self.cost)
         if self.left is not None:
-            parts["left"] = display.clock(self.left)
+            parts["time left"] = display.clock(self.left)
         return parts
 
 

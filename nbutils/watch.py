@@ -62,7 +62,7 @@ class Watched:
         """What is known, for people."""
         numbers = self.progress.parts()
         if self.state != "training":
-            numbers.pop("left", None)
+            numbers.pop("time left", None)
         rows = {
             tr("run"): f"{self.run.path}: {self.state_text()}",
             tr("now"): display.live_line(numbers),

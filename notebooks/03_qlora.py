@@ -144,7 +144,7 @@ quantization = BitsAndBytesConfig(
 
 # %%
 from transformers import AutoModelForCausalLM, set_seed
-from nbutils import training
+from nbutils import distributed, training
 
 training.require_unquantized(lesson.model)
 set_seed(SEED)
@@ -153,7 +153,7 @@ model = AutoModelForCausalLM.from_pretrained(
     quantization_config=quantization if profile.method == "qlora" else None,
     dtype=dtype,
     attn_implementation=training.attention(profile.from_pretrained.attn_implementation),
-    device_map=lesson.device_map,
+    device_map=distributed.device_map(lesson.device, profile.from_pretrained.dtype, profile.method),
     trust_remote_code=False,
 )
 print(f"{model.get_memory_footprint() / 2**20:,.0f} MiB in memory")

@@ -16,8 +16,7 @@
 #
 # - a full check of this machine, with what to do about each finding,
 # - the cause of an error message, and the next step,
-# - what the loss curve of a training says about it,
-# - every symptom this course recognises, in one table.
+# - what the loss curve of a training says about it.
 #
 # Takes under a minute; nothing is downloaded, and nothing in your run is changed.
 
@@ -136,14 +135,6 @@ from nbutils.data.check import check
 print(check([str(files.SAMPLES / "broken_rows.jsonl")]))
 
 # %% [markdown]
-# ## All symptoms
-#
-# The whole table, first error messages, then what is found in a run. `docs/faq.md` has the questions that are not errors.
-
-# %%
-diagnose.show(diagnose.known())
-
-# %% [markdown]
 # ## Exercise
 #
 # This is the loss of a training with 60 steps. What is wrong with it? Put one of `"healthy"`, `"flat"`, `"diverging"` and
@@ -165,10 +156,10 @@ else:
 #
 # - a full check of this machine, with what to do about each finding,
 # - the cause of an error message, and the next step,
-# - what the loss curve of a training says about it,
-# - every symptom this course recognises, in one table.
+# - what the loss curve of a training says about it.
 #
-# If none of this helped: run `python -m nbutils doctor --json`, and ask with its output and the whole error message. Secrets are
+# `docs/faq.md` lists every symptom that this course recognises. If none of this helped: run `python -m nbutils doctor --json`, and
+# ask with its output and the whole error message. Secrets are
 # masked in both. Two questions to take along: which of the findings would you have seen before the training began? Which one
 # costs the most money if nobody looks?
 

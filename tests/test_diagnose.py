@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import socket
 import time
@@ -94,8 +93,8 @@ def encoding(folder: Path) -> Any:
 
 RAISED: dict[Callable[[Path], Any], str] = {
     out_of_memory: "killed", lfs_pointer: "half_download",
-    **{one: one.__name__ for one in (token_out_of_range, half_download, unknown_architecture, no_chat_template, old_api,
-                                     offline, no_network, port_in_use, encoding)},
+    **{fail: fail.__name__ for fail in (token_out_of_range, half_download, unknown_architecture, no_chat_template,
+                                        old_api, offline, no_network, port_in_use, encoding)},
 }  # fmt: skip
 
 
@@ -103,8 +102,8 @@ RAISED: dict[Callable[[Path], Any], str] = {
 def test_an_error_that_a_library_raises_is_recognised_first(fail: Callable[[Path], Any], tmp_path: Path) -> None:
     with pytest.raises(Exception) as caught:
         fail(tmp_path)
-    found = diagnose.explain(f"{type(caught.value).__name__}: {caught.value}")
-    assert next(iter(found), "") == RAISED[fail], f"{caught.value!r}: {list(found)}"
+    causes = diagnose.explain(f"{type(caught.value).__name__}: {caught.value}")
+    assert next(iter(causes), "") == RAISED[fail], f"{caught.value!r}: {list(causes)}"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,7 @@ def test_an_ordinary_log_is_not_explained() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, found",
+    "name, faults",
     [
         ("healthy", []),
         ("too_slow", ["flat"]),
@@ -160,28 +159,25 @@ def test_an_ordinary_log_is_not_explained() -> None:
         ("overfitting", ["overfitting"]),
     ],
 )
-def test_measured_curves_are_told_apart(name: str, found: list[str]) -> None:
+def test_measured_curves_are_told_apart(name: str, faults: list[str]) -> None:
     curves = CURVES[name]
-    assert list(diagnose.examine(Trained(curves["train"], curves["validation"], FACTS))) == found
+    assert list(diagnose.examine(Trained(curves["train"], curves["validation"], FACTS))) == faults
 
 
 @pytest.mark.parametrize(
     "name, faults",
     [
         ("failed", {"failure": "died at step 5"}),
-        ("not_a_number", {"train": [(1, 2.0), (2, math.nan)]}),
         ("not_a_number", {"facts": FACTS.model_copy(update={"skipped_steps": 30})}),
         (
             "not_a_number",
             {"facts": FACTS.model_copy(update={"steps": 140})},
         ),  # NaN is not written: the log ends at step 100
         ("never_better", {"validation": [(0, 0.5), (50, 0.52), (100, 0.51)]}),
-        ("few_steps", {"facts": FACTS.model_copy(update={"steps": 12, "planned_steps": 12})}),
         ("unfinished", {"facts": FACTS.model_copy(update={"steps": 60})}),
         ("rows_lost", {"rows": CheckedRows(rows=100, rejected=40)}),
         ("rows_lost", {"facts": FACTS.model_copy(update={"rows_left_out": 300})}),
         ("out_of_memory", {"facts": FACTS.model_copy(update={"oom_rungs": ["micro-batch 1"]})}),
-        ("merge_outdated", {"merge_is_outdated": True}),
         ("did_not_help", {"evaluation": Evaluation(verdict="harmed")}),
         ("endless_answers", {"evaluation": Evaluation(scores={"stopped": Score(merged=Interval(mean=0.4))})}),
     ],
@@ -196,7 +192,6 @@ def test_each_check_finds_its_own_fault(name: str, faults: dict[str, Any]) -> No
 def test_every_fault_in_the_table_is_looked_for() -> None:
     source = Path(diagnose.__file__).read_text()
     assert [name for name in diagnose.symptoms()["runs"] if f'"{name}"' not in source] == []
-    assert len(diagnose.known()) == sum(map(len, diagnose.symptoms().values())), "a name stands in both parts"
 
 
 def test_a_run_folder_is_read_and_an_empty_one_has_no_findings(tmp_path: Path) -> None:
@@ -231,7 +226,7 @@ def test_the_command_explains_an_error_and_examines_a_run(home: Path) -> None:
     for name in ("mine", str(home / "mine")):
         assert known["runs"]["unfinished"]["todo"] in said(name)
     assert "Usage" in said()
-    with refused("mine; or the"):
+    with refused("Allowed: mine\n", "path of a run folder"):
         record.find_run("yours")
 
 

@@ -95,11 +95,11 @@ def test_headings_of_tables_are_translated(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_live_numbers_as_a_line_and_as_a_page() -> None:
-    assert [display.clock(seconds) for seconds in (7, 59.6, 3723)] == ["0:07", "1:00", "1:02:03"]
-    parts = {"": "step 7 of 30", "loss": "<1.5", "tokens/s": "2,000", "memory": "peak 3.00 GiB", "left": "0:42"}
-    assert display.live_line(parts) == "step 7 of 30 · loss <1.5 · 2,000 tokens/s · peak 3.00 GiB · 0:42 left"
+    assert [display.clock(seconds) for seconds in (7, 59.6, 3723)] == ["0:00:07", "0:01:00", "1:02:03"]
+    numbers = {"loss": "<1.5", "tokens/s": "2,000", "peak": "3.00 GiB", "time left": "0:00:42"}
+    assert display.live_line(numbers) == "loss <1.5 · tokens/s 2,000 · peak 3.00 GiB · time left 0:00:42"
     losses = [(step, 1 / step) for step in range(1, 5001)] + [(5001, math.nan), (5002, math.inf)]
-    page = display.live_page(parts, 3000, 6000, losses, [(10, 0.5)], ["[WARN] step 1 skipped"])
+    page = display.live_page({"": "step 7", **numbers}, 3000, 6000, losses, [(10, 0.5)], ["[WARN] step 1 skipped"])
     assert "width:50.0%" in page and "&lt;1.5" in page and "[WARN] step 1 skipped" in page and "nan" not in page
     points = page.split('points="')[1].split('"')[0].split()
     assert 100 < len(points) <= display.POINTS + 1 and len(page) < 8000

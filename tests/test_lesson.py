@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import simulate
 from support import refused
 from transformers import AutoTokenizer
 
-from nbutils import chat, checkpoints, distributed, files, lesson, platforms, record
+from nbutils import chat, checkpoints, distributed, files, lesson, platforms, profiles, record
 from nbutils import config as reading
 
 LOCAL = platforms.Platform("local", "test")
@@ -62,13 +63,13 @@ def test_names_that_are_no_parameters_are_refused(collected: Any, monkeypatch: p
     for words in ("--STEP 3", "STEPS 3"):
         with pytest.raises(SystemExit):
             collected(words)
-        told = capsys.readouterr().err
-        assert "--STEPS int" in told and f"unrecognized arguments: {words}" in told
+        message = capsys.readouterr().err
+        assert "--STEPS int" in message and f"unrecognized arguments: {words}" in message
     monkeypatch.setattr(platforms, "in_kernel", lambda: True)
     cell = '# Parameters\nSTEPS = 5\nPAPERMILL_OUTPUT_PATH = "o"\n'
     assert collected("", In=["", "x = 1", cell, "Y = 2"])["STEPS"] == 3
-    with refused("Unknown parameter STEPZ.", "Allowed: STEPS, HOURS"):
-        collected("", In=[cell + "STEPZ = 5\n"])
+    with refused("Parameter STEPZ is 5. Extra inputs are not permitted.", "Allowed: STEPS, HOURS"):
+        collected("", In=[cell + "STEPZ = 5\n"], STEPZ=5)
 
 
 def test_a_run_without_a_name_is_called_after_its_profile(home: Path) -> None:
@@ -95,13 +96,11 @@ def test_what_cannot_work_is_refused_before_the_training(home: Path) -> None:
         opened({})
 
 
-@pytest.mark.parametrize("profile", ["hopper_80gb", "t4_16gb", "lora_20k"])
-def test_a_profile_for_a_gpu_is_refused_on_a_cpu_unless_its_run_was_begun_elsewhere(home: Path, profile: str) -> None:
-    with refused(f"The profile {profile} trains ", "tiny or laptop"):
-        opened({"PROFILE": profile})
-    begun(home, profile, profile)
-    with refused("is not in the local cache (at least not"):  # it may be merged here, once its model is here
-        opened({"PROFILE": profile})
+def test_a_large_model_is_not_trained_on_a_cpu_unless_that_was_begun_elsewhere(home: Path) -> None:
+    started = lesson.begin("03_qlora", {"PROFILE": "tiny"})
+    large = replace(started, resolved=replace(started.resolved, model_name="Qwen2.5-7B"))
+    with refused("The training of Qwen2.5-7B", "needs a GPU", "tiny or laptop"):
+        large.fitted(profiles.Rows.of([9, 9]))
 
 
 def test_a_run_keeps_its_profile_model_and_set_for_every_later_lesson(home: Path) -> None:
@@ -259,12 +258,13 @@ def test_an_attached_run_does_not_choose_a_model_or_profile(attached: Any, model
 
 
 @pytest.mark.parametrize("name", ["data", "facts.json"])
-def test_an_attached_run_that_is_a_link_is_left_alone(attached: Any, name: str, tmp_path: Path) -> None:
+def test_an_attached_run_that_is_a_link_is_refused(attached: Any, name: str, tmp_path: Path) -> None:
     former, folders = attached
     (former.path / name).rename(tmp_path / name)
     (former.path / name).symlink_to(tmp_path / name)
-    run, _ = opened({"RUN_NAME": "mine", "PROFILE": "tiny"}, folders)
-    assert not run.data.exists() and record.read_facts(run.facts)["by_auto"] is False
+    with refused(str(former.path / name), "is a link", "another RUN_NAME"):
+        opened({"RUN_NAME": "mine", "PROFILE": "tiny"}, folders)
+    assert not (folders.keep / "mine").exists()
 
 
 def test_an_attached_run_overwrites_no_data(attached: Any) -> None:

@@ -26,7 +26,7 @@ from support import refused, wait_for
 from test_platforms import Site
 
 from nbutils import checkpoints, cli, display, masking, notices, platforms, tracking
-from nbutils.errors import LessonFailed, StoppedByHand, Unfinished
+from nbutils.errors import CourseError, StoppedByHand, Unfinished
 from nbutils.record import RunFolder
 
 Patch = pytest.MonkeyPatch
@@ -363,9 +363,11 @@ def test_an_error_is_told_unless_it_is_an_interruption_or_someone_watches(
     work.failed(StoppedByHand("03_qlora, SIGINT"))
     assert told == []
     work.failed(Unfinished("03_qlora, SIGTERM"))
-    work.failed(LessonFailed("03_qlora failed in cell 3", "Fix it.", problem=f"ValueError: hf_{'a' * 30}\nmore"))
+    work.failed(CourseError(f"03_qlora failed in cell 3: ValueError: hf_{'a' * 30}\nmore", todo="Fix it."))
     assert [status for status, _ in told] == ["unfinished", "failed"]
-    assert told[1][1] == "03_qlora: ValueError: [masked]", "the first line of what went wrong in the cell"
+    assert told[1][1] == "03_qlora failed in cell 3: ValueError: [masked]", (
+        "the first line of what went wrong in the cell"
+    )
 
     class Result:
         error_in_exec, error_before_exec = None, SyntaxError("typo")

@@ -694,3 +694,14 @@ def test_what_a_profile_names_is_kept() -> None:
     named = fitted([200] * 885, text=text).profile
     assert (recipe.rows_per_step(named.sft), named.sft.packing) == (16, False)
     assert (named.sft.learning_rate, named.sft.num_train_epochs) == (1e-4, 1.0)
+
+
+def test_what_a_profile_names_is_kept_and_too_few_steps_are_told_with_the_number_to_set() -> None:
+    text = "course.conversations_per_step=16, sft.packing=false, sft.learning_rate=1e-4, sft.num_train_epochs=1.0"
+    named = fitted([200] * 885, text=text).profile
+    assert (recipe.rows_per_step(named.sft), named.sft.packing) == (16, False)
+    assert (named.sft.learning_rate, named.sft.num_train_epochs) == (1e-4, 1.0)
+    for text, told in (("course.conversations_per_step=80", True), ("course.conversations_per_step=16", False)):
+        found = fitted([200] * 885, text=text)
+        said = profiles.few_steps(found.profile, found.as_written, found.rows)
+        assert ("course.conversations_per_step=16" in said) is told and bool(said) is told

@@ -66,9 +66,9 @@ def test_the_report_is_for_people(tmp_path: Path) -> None:
     assert "# Run demo" in head and "[facts.json](facts.json)" in head
     assert text.splitlines() == [
         "| exact match | base 0, merged 0.95 |", "| evaluation | verdict: helped; a \\| b: 1 |",
-        "| limits | memory GiB 1.234 |", "| exports | w4 same |", "| fits | yes |",
+        "| limits | memory GiB 1.2345 |", "| exports | w4 same |", "| fits | yes |",
         "| weight matrices changed, of those that are trained | 84 |", "| trained tokens | 261,070 |",
-        "| tokens per second | 16,930 |",
+        "| tokens per second | 16,929.5 |",
     ]  # fmt: skip
 
 

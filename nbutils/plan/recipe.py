@@ -156,6 +156,25 @@ def schedule(sft: SFT, rows: Rows, processes: int = 1) -> Schedule:
     )
 
 
+def few_steps(profile: Profile, as_written: Profile, rows: Rows, processes: int = 1) -> str:
+    """A warning if the step size that a profile names leaves too few steps, with a better value; else empty."""
+    named = "auto" not in (as_written.sft.gradient_accumulation_steps, as_written.sft.per_device_train_batch_size)
+    chosen_by_course = as_written.course.conversations_per_step == "auto" and not named
+    if chosen_by_course or profile.sft.max_steps > 0:
+        return ""
+    planned = schedule(profile.sft, rows, processes)
+    better = _conversations_per_step(rows, profile.sft.max_length)
+    if planned.steps >= STEPS_PER_EPOCH or better >= planned.examples_per_step:
+        return ""
+    return tr(
+        "a step of {each:,.0f} conversations leaves only {steps} steps, too few to learn much: set "
+        "course.conversations_per_step={better}",
+        each=planned.examples_per_step,
+        steps=planned.steps,
+        better=better,
+    )
+
+
 def _epoch(sft: SFT, rows: Rows, step: int) -> tuple[int, float]:
     """Steps of an epoch, and the conversations in each, for steps of so many rows."""
     whole = rows.packed(sft.max_length) if sft.packing else rows.examples
