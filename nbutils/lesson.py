@@ -205,7 +205,7 @@ class Lesson(Machine):
                 facts=self.run.facts,
             )
         )
-        self.work.ended("finished" if record.complete(entry) else "unfinished", f"{self.stem}: {_summary(entry)}")
+        self.work.ended("finished" if record.complete(entry) else "unfinished", _summary(entry))
 
 
 def _summary(entry: Facts) -> str:
@@ -262,7 +262,6 @@ def begin(stem: str, namespace: Facts) -> Lesson:
     parameters = RunParameters.model_validate(values)
     distributed.join()
     notices.require_settings()
-    work.watch()
     with distributed.main_first():
         install.ensure("train")
         if language() == "zh":

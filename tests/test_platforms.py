@@ -481,8 +481,8 @@ def test_a_request_goes_through_the_proxy_or_past_it_and_a_script_that_hangs_is_
     monkeypatch.setattr(network, "TURBO_SECONDS", 5)
     machine.write("etc/network_turbo", f"export http_proxy={sites['hub'].url} https_proxy={sites['hub'].url}\n")
     network.prepare_network(AUTODL, probe=False)
-    assert network.answers("http://huggingface.co/x", 2) and sites["hub"].asked == ["http://huggingface.co/x"]
-    assert network.answers(f"{sites['hf-mirror'].url}/y", 2) and sites["hf-mirror"].asked == ["/y"]
+    assert network.measure({"hub": "http://huggingface.co/x"}, 2) and sites["hub"].asked == ["http://huggingface.co/x"]
+    assert network.measure({"mirror": f"{sites['hf-mirror'].url}/y"}, 2) and sites["hf-mirror"].asked == ["/y"]
 
 
 def test_the_first_free_public_port_of_autodl_is_taken_and_told(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -27,7 +27,7 @@ from nbutils.errors import CourseError, require_choice
 from nbutils.files import CHECKOUT, GIB, fs_root
 from nbutils.language import tr
 from nbutils.masking import mask_secrets, remember_secret
-from nbutils.platforms.network import answers, hub_online, prepare_network  # noqa: F401
+from nbutils.platforms.network import hub_online, prepare_network  # noqa: F401
 
 CGROUP = "sys/fs/cgroup"
 SECRETS_STATE = "NBUTILS_SECRETS_SILENT"  # the store that cannot answer; child processes do not ask it again either
