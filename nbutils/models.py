@@ -6,14 +6,12 @@ the shape, which is known from `configs/models.yaml` or read from a config.json 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import threading
-import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -135,19 +133,18 @@ def meant(model: str, inputs: Path | None = None) -> Choice:
         reason = tr("{name}, {billions:g} billion parameters", name=known.name, billions=known.billions)
         return Choice(known.hub, reason)
     folder = Path(model).expanduser()
+    if not folder.is_dir():
+        folder = find_input(inputs, model) or folder
     if folder.is_dir():
         return Choice(model_folder(folder.absolute()), tr("a folder of this machine"))
-    attached = find_input(inputs, model)
-    if attached and attached.is_dir():
-        return Choice(model_folder(attached), tr("attached to this notebook"))
     if HUB_ID.fullmatch(model):
         return Choice(model, tr("a hub id"))
     raise CourseError(
         tr("Unknown model {model!r}: not a short name, not a hub id, and not a folder.", model=model),
-        allowed=tr(
-            "tiny, {names}, a hub id (owner/name), or a folder with config.json", names=", ".join(known_models())
+        todo=tr(
+            "Set MODEL to tiny, {names}, a hub id (owner/name), or a folder with config.json.",
+            names=", ".join(known_models()),
         ),
-        todo=tr("Set MODEL to one of these, or correct the path."),
     )
 
 
@@ -156,10 +153,7 @@ def model_folder(folder: Path) -> str:
     if not (folder / "config.json").is_file():
         raise CourseError(
             tr("{folder} has no config.json, so it is not a model folder.", folder=folder),
-            allowed=tr(
-                "a folder with config.json, safetensors and tokenizer files (an adapter is merged first, in lesson 04)"
-            ),
-            todo=tr("Check the path, or reinstall the course if this is its bundled model."),
+            todo=tr("Check the path; an adapter is merged first, in lesson 04."),
         )
     require_plain(folder)
     return str(folder)
@@ -216,14 +210,10 @@ def find_shape(model: str) -> Shape:
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
         raise CourseError(
             tr("The shape of {model} is not known ({problem}).", model=model, problem=problem),
-            allowed=tr(
-                "{names}, tiny, or a folder with the config.json of a dense model, as Qwen2, Qwen3, Llama and GLM-4 "
-                "are",
-                names=", ".join(known_models()),
-            ),
             todo=tr(
-                "Give --model one of these, or save the model's config.json (a few kB) into a folder and "
-                "give that folder."
+                "Give --model one of {names}, tiny, or a folder with the config.json (a few kB) of a dense model, as "
+                "Qwen2, Qwen3, Llama and GLM-4 are.",
+                names=", ".join(known_models()),
             ),
         ) from problem
 
@@ -309,17 +299,19 @@ class RemoteFile(NamedTuple):
 
 def from_modelscope(hub_id: str, work: Path) -> str:
     """The folder of a model from ModelScope, downloaded if it is not there yet; a broken download is continued."""
+    import requests
+
     folder = modelscope_folder(hub_id, work)
     if (folder / DOWNLOADED).is_file():
         return model_folder(folder)
     name = folder.relative_to(work / "modelscope").as_posix()
     url = f"{network.SOURCES['modelscope']}/api/v1/models/{name}/repo"
     with download_errors(name, "ModelScope"):
-        opener = urllib.request.build_opener()
-        with opener.open(f"{url}/files?Revision=master&Recursive=true", timeout=network.PATIENCE) as answer:
-            entries = json.load(answer)["Data"]["Files"]
+        query = {"Revision": "master", "Recursive": "true"}
+        answer = requests.get(f"{url}/files", query, headers=network.HEADERS, timeout=network.PATIENCE)
+        answer.raise_for_status()
         listed = []
-        for entry in entries:
+        for entry in answer.json()["Data"]["Files"]:
             path = entry["Path"]
             if _wanted(path):
                 address = f"{url}?Revision=master&FilePath={quote(path)}"

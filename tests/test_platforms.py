@@ -144,23 +144,20 @@ def test_autodl_prefers_its_file_storage_unless_it_takes_no_files(tmp_path: Path
     assert (found.keep, found.earlier) == (data, (storage,))
 
 
-def test_nbutils_home_moves_the_runs_and_lasts_on_a_disk_of_its_own(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_nbutils_home_moves_the_runs_and_is_taken_to_last(tmp_path: Path, monkeypatch: Patch) -> None:
     os.environ["NBUTILS_HOME"] = str(tmp_path / "mine")
     for name in platforms.table():
-        found = platforms.folders(Platform(name, ""))
-        assert found.keep == tmp_path / "mine" and found.lasting is (name == "local")  # no disk of its own: who knows
+        folders = platforms.folders(Platform(name, ""))
+        assert folders.keep == tmp_path / "mine" and folders.lasting
     machine = simulate.colab(tmp_path).enter(monkeypatch)
-    machine.write("proc/mounts", f"bucket {machine.root}/mnt/bucket fuse.gcsfuse rw 0 0\n")
-    os.environ["NBUTILS_HOME"] = str(machine.root / "mnt/bucket/runs")
-    assert platforms.folders(COLAB).lasting
     os.environ["NBUTILS_HOME"] = mine = str(machine.root / "content/drive/MyDrive/mine")
-    found = platforms.folders(COLAB)
-    assert found.keep == machine.root / "content/runs" and not found.lasting, "a Drive that is not mounted"
+    folders = platforms.folders(COLAB)
+    assert folders.keep == machine.root / "content/runs" and not folders.lasting, "a Drive that is not mounted"
     simulate.mounted(machine)
     assert str(platforms.folders(COLAB).keep) == mine
     del os.environ["NBUTILS_HOME"]
-    found = platforms.folders(COLAB)
-    assert (found.keep, found.earlier) == (machine.root / platforms.RUNS, (machine.root / "content/runs",))
+    folders = platforms.folders(COLAB)
+    assert (folders.keep, folders.earlier) == (machine.root / platforms.RUNS, (machine.root / "content/runs",))
 
 
 def test_models_are_downloaded_to_the_large_disk(tmp_path: Path, monkeypatch: Patch) -> None:
