@@ -57,7 +57,7 @@ def serve() -> Iterator[Callable[..., Hub]]:
 def machine(tmp_path: Path, **env: str) -> simulate.Machine:
     """An AutoDL machine without a GPU, with a network."""
     made = simulate.autodl(tmp_path, gpu=False)
-    made.env |= {"HF_HUB_OFFLINE": "0", "NBUTILS_TURBO": "off", **env}
+    made.env |= {"HF_HUB_OFFLINE": "0", **env}
     return made
 
 

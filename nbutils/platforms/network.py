@@ -1,4 +1,4 @@
-"""The network as it is here: AutoDL's proxies, which model hub answers fastest, and files that are downloaded from it.
+"""The network as it is here: which model hub answers fastest, what goes past a proxy, files that are downloaded.
 
 Every wait is bounded, name lookups included; `HF_HUB_OFFLINE=1` means no call at all. huggingface_hub reads the
 variables set here when it is imported, which must be later.
@@ -7,8 +7,6 @@ variables set here when it is imported, which must be later.
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import threading
 import time
 import urllib.request
@@ -16,7 +14,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from nbutils.errors import require_choice
 from nbutils.files import fs_root, sha256
@@ -34,7 +31,6 @@ CONFIG_FILE = {  # the same small file, at the address from which each of them i
     "modelscope": "/api/v1/models/Qwen/Qwen2.5-0.5B-Instruct/repo?Revision=master&FilePath=config.json",
 }
 SECONDS = 4.0  # all probes of one start together
-TURBO_SECONDS = 5.0
 REFUSED = (403, 407, 429, 451)
 FOUND = "NBUTILS_MIRROR_FOUND"  # the source that was chosen, so that child processes need not measure again
 NOTHING = "nothing"
@@ -58,8 +54,9 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def prepare_network(platform: Platform, probe: bool = True) -> list[str]:
-    """Set proxies and mirror before huggingface_hub is imported; what to print. Nothing is measured without `probe`."""
-    lines = _use_turbo()
+    """Set the mirror before huggingface_hub is imported; what to print. Nothing is measured without `probe`."""
+    _pass_proxies()
+    lines = []
     mirror = os.environ.get("NBUTILS_MIRROR")
     if mirror:
         require_choice("NBUTILS_MIRROR", mirror, SOURCES)
@@ -187,7 +184,7 @@ def measure(urls: Mapping[str, str], seconds: float) -> dict[str, float]:
 
 
 def _choose(platform: Platform) -> list[str]:
-    """Measure, and take the hub if it needs at most twice the best time, else the fastest."""
+    """Measure, and take the fastest."""
     urls = {name: base + CONFIG_FILE[name] for name, base in SOURCES.items()}
     if platform.entry.china:
         times = measure(urls, SECONDS)
@@ -197,8 +194,6 @@ def _choose(platform: Platform) -> list[str]:
         _use(NOTHING)
         return [tr("neither the hub nor a mirror answers: models come from folders and the cache")]
     name = min(times, key=times.__getitem__)
-    if "hub" in times and times["hub"] <= 2 * times[name]:
-        name = "hub"
     only_mirrors = "hf-mirror" in times and "hub" not in times
     _use("hf-mirror" if only_mirrors else name)  # for what ModelScope does not have
     os.environ[FOUND] = name
@@ -218,36 +213,13 @@ def _use(name: str) -> None:
     os.environ[FOUND] = name
 
 
-def _use_turbo() -> list[str]:
-    """AutoDL's proxies for GitHub and the hub, as its script sets them; a learner's own proxies stay."""
-    script = fs_root() / "etc/network_turbo"
-    lines = []
+def _pass_proxies() -> None:
+    """Let requests to this machine (the server of lesson 05), and on AutoDL to what is near, go past the proxies."""
     if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
-        if os.environ.get("NBUTILS_TURBO") == "off" or offline() or not script.is_file():
-            return []
-        try:
-            os.environ |= _proxies_of(script)
-        except (OSError, ValueError, subprocess.SubprocessError):
-            return [tr("{script} failed: GitHub and the hub are reached directly", script=script)]
-        lines.append(tr("proxies of {script} for GitHub and the hub (NBUTILS_TURBO=off leaves them)", script=script))
-    direct = ["127.0.0.1", "localhost"]  # the server of lesson 05
-    if script.is_file():  # the proxies in the environment are these, set by the learner or here
+        return
+    direct = ["127.0.0.1", "localhost"]
+    if (fs_root() / "etc/network_turbo").is_file():  # the proxies are those that this script sets
         direct += NEARBY
     for name in ("no_proxy", "NO_PROXY"):
         hosts = [*os.environ.get(name, "").split(","), *direct]
         os.environ[name] = ",".join(dict.fromkeys(hosts)).strip(",")
-    return lines
-
-
-def _proxies_of(script: Path) -> dict[str, str]:
-    """The proxies that a script sets, each of which answers."""
-    command = ["bash", "-c", 'source "$0" >/dev/null 2>&1 </dev/null; env -0', str(script)]
-    output = subprocess.check_output(command, timeout=TURBO_SECONDS, stdin=subprocess.DEVNULL, encoding="utf-8")
-    proxies = {}
-    for entry in output.split("\0"):
-        name, _, address = entry.partition("=")
-        if name.lower() in PROXIES:
-            proxies[name] = address
-            url = urlsplit(address)
-            socket.create_connection((url.hostname, url.port or 80), TURBO_SECONDS).close()
-    return proxies
