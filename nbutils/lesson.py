@@ -269,8 +269,6 @@ def begin(stem: str, namespace: Facts) -> Lesson:
         machine = find_machine(parameters, test_gpu=stem not in GPU_UNTESTED)
         run, resolved = open_run(parameters, machine)
         work.set_lesson(stem, run)
-    if stem == "03_qlora" and (line := distributed.hint(machine.gpu.count if machine.gpu else 0)):
-        print(line)
     print(tr("profile   {name}: {reason}", name=resolved.name, reason=resolved.choices["profile"].reason))
     print(tr("model     {model}", model=resolved.model))
     print(tr("run       {folder}", folder=run.path))

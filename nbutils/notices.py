@@ -90,6 +90,7 @@ class Work:
     """A lesson, or a run of several, that is under way."""
 
     lesson: str
+    run: str = ""  # the folder, once it is open
     cell_began: float = field(default_factory=time.monotonic)
     watcher: subprocess.Popen[str] | None = None  # where the environment asks for a notice or a power-off
 
@@ -111,7 +112,7 @@ class Work:
             start_new_session=True,  # a kernel is killed with its whole group, and Ctrl-C goes to one
         )
         atexit.register(self.dismiss)
-        self._write(lesson=self.lesson)
+        self._write()
 
     def dismiss(self) -> None:
         """There is nothing to tell: the process ends by itself, or does something else."""
@@ -120,16 +121,18 @@ class Work:
                 self.watcher.kill()
             self.watcher = None
 
-    def _write(self, **news: str) -> None:
-        """Tell the watcher what has changed."""
+    def _write(self, **end: str) -> None:
+        """Tell the watcher how things are."""
         if self.watcher and self.watcher.stdin:
             with suppress(BrokenPipeError):  # somebody killed it
-                self.watcher.stdin.write(json.dumps(news) + "\n")
+                self.watcher.stdin.write(json.dumps({"lesson": self.lesson, "run": self.run} | end) + "\n")
                 self.watcher.stdin.flush()
 
     def set_lesson(self, lesson: str, run: RunFolder) -> None:
         """Note which lesson is under way, and its run."""
-        self._write(lesson=lesson, run=str(run.path))
+        self.lesson = lesson
+        self.run = str(run.path)
+        self._write()
 
     def failed(self, problem: object) -> None:
         """Tell an error; an interruption by hand is none."""
@@ -145,6 +148,8 @@ class Work:
 
     def ended(self, status: Status, message: str) -> None:
         """Have the watcher send a notice and power the machine off, as the environment asks, and print what it does."""
+        if not self.watcher:
+            self.watch()  # it had told of an end, and the learner went on
         if not self.watcher or not self.watcher.stdin:
             return
         self._write(status=status, message=message)
@@ -231,8 +236,8 @@ def run_watcher() -> None:
     sys.stdout = LastingStream(sys.stdout)  # the one who reads it may end meanwhile
     killed = tr("its process was killed. Often the machine's memory (RAM) was full.")
     work = {"lesson": "", "run": "", "status": "failed", "message": killed}
-    for news in sys.stdin:
-        work |= json.loads(news)
+    for line in sys.stdin:
+        work |= json.loads(line)
     with suppress(CourseError):  # its own business is a notice
         platforms.prepare_network(platforms.detect(), probe=False)
     run = RunFolder(Path(work["run"])) if work["run"] else None

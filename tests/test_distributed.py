@@ -128,13 +128,6 @@ def test_there_is_a_process_for_each_gpu_and_they_share_the_batch_of_a_step() ->
         distributed.processes_for(2, 3)
 
 
-def test_a_lesson_that_sees_one_of_two_gpus_says_how_to_use_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "driver_gpus", lambda: ["T4", "T4"])
-    assert "--nproc_per_node=2" in distributed.hint(1) and distributed.hint(2) == distributed.hint(0) == ""
-    monkeypatch.setattr(launching, "strategy", lambda: "ddp")
-    assert distributed.hint(1) == ""
-
-
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -226,7 +219,6 @@ def _launch(told: str) -> list[str]:
     if told == "page":
         page = (files.NOTEBOOKS.parent / "docs/reference.md").read_text(encoding="utf-8")
         [options] = re.findall("^torchrun (.*) notebooks/03_qlora.py", page, re.MULTILINE)
-        assert f"torchrun {options} " in distributed.hint(1)
         return ["torch.distributed.run", *options.split()]
     notebook = (files.NOTEBOOKS / "06_scale_out.py").read_text(encoding="utf-8")
     [port] = re.findall(r'"--main_process_port", "(\d+)"', notebook)
@@ -236,10 +228,7 @@ def _launch(told: str) -> list[str]:
 
 @pytest.mark.notebook
 @pytest.mark.parametrize("told", ["page", "lesson 06"])
-def test_no_store_of_a_job_holds_what_torch_would_unpickle(
-    told: str, script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launching, "driver_gpus", lambda: ["T4", "T4"])
+def test_no_store_of_a_job_holds_what_torch_would_unpickle(told: str, script: Path) -> None:
     script.write_text(SPIED)
     ran = python("-m", *_launch(told), script, home=script.parent, threads=1)
     lines = ran.stdout.splitlines()

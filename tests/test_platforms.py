@@ -387,7 +387,7 @@ def test_the_learners_mirror_is_taken_unmeasured(web: Web, monkeypatch: Patch, n
     sites = web(**ALL)
     monkeypatch.setenv("NBUTILS_MIRROR", name)
     for _ in range(2):
-        assert "as NBUTILS_MIRROR says" in network.prepare_network(AUTODL)[0]
+        assert network.prepare_network(AUTODL) == []
     assert network.chosen() == name and not any(site.asked for site in sites.values())
     assert os.environ.get("HF_ENDPOINT") == (sites[name].url if name == "hf-mirror" else None)
     monkeypatch.setenv("NBUTILS_MIRROR", "hfmirror")
@@ -396,7 +396,8 @@ def test_the_learners_mirror_is_taken_unmeasured(web: Web, monkeypatch: Patch, n
     monkeypatch.delenv("NBUTILS_MIRROR")
     monkeypatch.delenv(network.FOUND)
     monkeypatch.setenv("HF_ENDPOINT", "http://models.example")
-    assert "as HF_ENDPOINT says" in network.prepare_network(AUTODL)[0] and network.chosen() == ""
+    assert network.prepare_network(AUTODL) == [] and network.chosen() == ""
+    assert network.sources() == {"HF_ENDPOINT": "http://models.example"}
 
 
 def test_a_mirror_gets_no_token_and_the_hub_gets_it_again(web: Web, monkeypatch: Patch) -> None:

@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 
 HUB = "https://huggingface.co"
 SOURCES = {"hub": HUB, "hf-mirror": "https://hf-mirror.com", "modelscope": "https://www.modelscope.cn"}
-CONFIG_FILE = {  # the same small file, at the address from which each of them is downloaded
-    "hub": "/Qwen/Qwen2.5-0.5B-Instruct/resolve/main/config.json",
-    "hf-mirror": "/Qwen/Qwen2.5-0.5B-Instruct/resolve/main/config.json",
-    "modelscope": "/api/v1/models/Qwen/Qwen2.5-0.5B-Instruct/repo?Revision=master&FilePath=config.json",
-}
 SECONDS = 4.0  # all probes of one start together
 REFUSED = (403, 407, 429, 451)
 FOUND = "NBUTILS_MIRROR_FOUND"  # the source that was chosen, so that child processes need not measure again
@@ -62,12 +57,9 @@ def prepare_network(platform: Platform, probe: bool = True) -> list[str]:
         require_choice("NBUTILS_MIRROR", mirror, SOURCES)
     if offline():
         lines.append(tr("offline, as HF_HUB_OFFLINE says: models come from folders and the cache"))
-    elif endpoint := _own_endpoint():
-        lines.append(tr("models come from {source}, as {variable} says", source=endpoint, variable="HF_ENDPOINT"))
-    elif mirror:
+    elif mirror and not _own_endpoint():
         _use(mirror)
-        lines.append(tr("models come from {source}, as {variable} says", source=mirror, variable="NBUTILS_MIRROR"))
-    elif probe and chosen() in ("", NOTHING):
+    elif probe and not _own_endpoint() and chosen() in ("", NOTHING):
         lines += _choose(platform)
     return [mask_secrets(tr("network   {line}", line=line)) for line in lines]
 
@@ -84,6 +76,11 @@ def sources() -> dict[str, str]:
     return {first: SOURCES[first]} | SOURCES
 
 
+def partial_of(file: Path) -> Path:
+    """Where a file lies until its download is complete."""
+    return file.with_name(f"{file.name}{PARTIAL}")
+
+
 def download(
     url: str, file: Path, size: int, checksum: str, advance: Callable[[int], object], token: str | None = None
 ) -> None:
@@ -92,7 +89,9 @@ def download(
     Without a `checksum` the size decides. `advance` is told the bytes as they come, a negative number if what was here
     comes again.
     """
-    partial = file.with_name(f"{file.name}{PARTIAL}")
+    if file.exists():
+        return
+    partial = partial_of(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial.touch()
     failures = 0
@@ -185,11 +184,11 @@ def measure(urls: Mapping[str, str], seconds: float) -> dict[str, float]:
 
 def _choose(platform: Platform) -> list[str]:
     """Measure, and take the fastest."""
-    urls = {name: base + CONFIG_FILE[name] for name, base in SOURCES.items()}
-    if platform.entry.china:
-        times = measure(urls, SECONDS)
-    else:  # elsewhere the mirrors are far: asked only if the hub is silent
-        times = measure({"hub": urls.pop("hub")}, SECONDS / 2) or measure(urls, SECONDS / 2)
+    times = {}
+    if not platform.entry.china:  # the mirrors are far: asked only if the hub is silent
+        times = measure({"hub": SOURCES["hub"]}, SECONDS / 2)
+    if not times:
+        times = measure(SOURCES, SECONDS / 2)
     if not times:
         _use(NOTHING)
         return [tr("neither the hub nor a mirror answers: models come from folders and the cache")]
