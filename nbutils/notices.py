@@ -123,9 +123,10 @@ class Work:
 
     def _write(self, **end: str) -> None:
         """Tell the watcher how things are."""
+        work = {"lesson": self.lesson, "run": self.run}
         if self.watcher and self.watcher.stdin:
             with suppress(BrokenPipeError):  # somebody killed it
-                self.watcher.stdin.write(json.dumps({"lesson": self.lesson, "run": self.run} | end) + "\n")
+                self.watcher.stdin.write(json.dumps(work | end) + "\n")
                 self.watcher.stdin.flush()
 
     def set_lesson(self, lesson: str, run: RunFolder) -> None:

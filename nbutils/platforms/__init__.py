@@ -323,10 +323,11 @@ def find_input(inputs: Path | None, name: str) -> Path | None:
 
 def is_mount(path: Path) -> bool:
     """Whether something is mounted at exactly this path, even if it no longer answers."""
-    lines = []
-    with suppress(FileNotFoundError):
-        lines = (fs_root() / "proc/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    return os.path.ismount(path) or any(line.split()[1] == str(path) for line in lines)
+    if os.path.ismount(path):
+        return True
+    with suppress(FileNotFoundError), open(fs_root() / "proc/mounts", errors="surrogateescape") as mounts:
+        return any(line.split()[1] == str(path) for line in mounts)
+    return False
 
 
 def mount_point_of(path: Path) -> Path | None:

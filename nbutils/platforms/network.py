@@ -184,11 +184,10 @@ def measure(urls: Mapping[str, str], seconds: float) -> dict[str, float]:
 
 def _choose(platform: Platform) -> list[str]:
     """Measure, and take the fastest."""
-    times = {}
-    if not platform.entry.china:  # the mirrors are far: asked only if the hub is silent
-        times = measure({"hub": SOURCES["hub"]}, SECONDS / 2)
-    if not times:
-        times = measure(SOURCES, SECONDS / 2)
+    if platform.entry.china:
+        times = measure(SOURCES, SECONDS)
+    else:  # the mirrors are far: asked only if the hub is silent
+        times = measure({"hub": SOURCES["hub"]}, SECONDS / 2) or measure(SOURCES, SECONDS / 2)
     if not times:
         _use(NOTHING)
         return [tr("neither the hub nor a mirror answers: models come from folders and the cache")]
