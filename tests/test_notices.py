@@ -36,13 +36,13 @@ KEY = "0a1b2c3d-4e5f-6789-abcd-ef0123456789"  # in the address of a robot
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: Patch) -> Iterator[simulate.Machine]:
     """An AutoDL machine that this process is on, where nothing waits."""
-    found = set(masking._found)
+    secrets = set(masking._found)
     for name, value in {"GRACE": 0.0, "PAUSE": 0.0, "SECONDS": 3.0}.items():
         monkeypatch.setattr(notices, name, value)
     monkeypatch.setattr("apprise.NotifyBase.request_rate_per_sec", 0.0)
     yield simulate.autodl(tmp_path).enter(monkeypatch)
     masking._found.clear()
-    masking._found.update(found)
+    masking._found.update(secrets)
 
 
 @pytest.fixture

@@ -39,14 +39,14 @@ READ = re.compile(r"HF_|HUGGINGFACE_|TRANSFORMERS_OFFLINE|NBUTILS_|.*_proxy$", r
 @pytest.fixture(autouse=True)
 def bare(tmp_path: Path) -> Iterator[None]:
     """None of the variables these rooms read; what a test sets is gone after it, and after what monkeypatch undoes."""
-    before, found = dict(os.environ), set(masking._found)
+    before, secrets = dict(os.environ), set(masking._found)
     for name in filter(READ.match, before):
         del os.environ[name]
     os.environ |= {"HOME": str(tmp_path), "NBUTILS_FS_ROOT": str(tmp_path), "AUTODL_TOKEN": TOKEN}
     masking._found.clear()
     yield
     masking._found.clear()
-    masking._found.update(found)
+    masking._found.update(secrets)
     os.environ.clear()
     os.environ.update(before)
 
@@ -92,9 +92,9 @@ def test_each_platform_is_found_by_its_marks_and_keeps_runs_where_they_last(
     tmp_path: Path, monkeypatch: Patch, name: str, env: dict[str, str], places: tuple[str, ...], keep: str
 ) -> None:
     simulate.Machine(make(tmp_path, *places), env).enter(monkeypatch)
-    found = platforms.detect()
-    assert (found.name, found.batch) == (name, name == "kaggle") and found.evidence
-    assert name == "local" or platforms.folders(found).keep == tmp_path / keep
+    platform = platforms.detect()
+    assert (platform.name, platform.batch) == (name, name == "kaggle") and platform.evidence
+    assert name == "local" or platforms.folders(platform).keep == tmp_path / keep
 
 
 def test_the_override_wins_and_a_wrong_one_lists_the_right_names() -> None:
@@ -129,8 +129,8 @@ def test_autodl_prefers_its_file_storage_unless_it_takes_no_files(tmp_path: Path
     without = platforms.folders(AUTODL)
     assert (without.keep, without.earlier, without.lasting) == (data, (), True)
     make(tmp_path, "root/autodl-fs")
-    found = platforms.folders(AUTODL)
-    assert (found.keep, found.earlier) == (storage, (data,))
+    folders = platforms.folders(AUTODL)
+    assert (folders.keep, folders.earlier) == (storage, (data,))
     assert list((tmp_path / "root/autodl-fs").iterdir()) == [], "looking leaves nothing behind"
     real = tempfile.NamedTemporaryFile
 
@@ -140,8 +140,8 @@ def test_autodl_prefers_its_file_storage_unless_it_takes_no_files(tmp_path: Path
         return real(dir=dir, **options)
 
     monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
-    found = platforms.folders(AUTODL)
-    assert (found.keep, found.earlier) == (data, (storage,))
+    folders = platforms.folders(AUTODL)
+    assert (folders.keep, folders.earlier) == (data, (storage,))
 
 
 def test_nbutils_home_moves_the_runs_and_is_taken_to_last(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -188,8 +188,8 @@ def test_a_learner_names_an_input_by_the_end_of_its_path_in_every_layout(tmp_pat
         assert platforms.find_input(tmp_path, name) is None
     with refused("was found several times: ", "ann/some-slug/runs", "other/runs"):
         platforms.find_input(tmp_path, "train.jsonl")
-    found = platforms.find_inputs(tmp_path, "checkpoints/checkpoint-*.json")
-    assert found == sorted(found) and len(found) == 3
+    manifests = platforms.find_inputs(tmp_path, "checkpoints/checkpoint-*.json")
+    assert manifests == sorted(manifests) and len(manifests) == 3
     assert platforms.find_inputs(None, "*") == platforms.find_inputs(tmp_path / "no", "*") == []
 
 
@@ -325,8 +325,11 @@ def web(monkeypatch: Patch) -> Iterator[Web]:
     opened: list[Site] = []
 
     def build(**delays: float | tuple[float, int]) -> dict[str, Site]:
-        given = {name.replace("_", "-"): one if isinstance(one, tuple) else (one, 200) for name, one in delays.items()}
-        sites = {name: Site(*one) for name, one in given.items()}
+        answers = {
+            name.replace("_", "-"): answer if isinstance(answer, tuple) else (answer, 200)
+            for name, answer in delays.items()
+        }
+        sites = {name: Site(*answer) for name, answer in answers.items()}
         opened.extend(sites.values())
         monkeypatch.setattr(network, "SOURCES", {name: site.url for name, site in sites.items()})
         monkeypatch.setattr(network, "HUB", sites["hub"].url)
@@ -557,12 +560,12 @@ def test_torch_gets_expandable_segments_where_they_work(
 
 
 @pytest.mark.parametrize(
-    ("given", "after"), [({}, "0"), ({"LOCAL_RANK": "1"}, None), ({"CUDA_VISIBLE_DEVICES": "1"}, "1")]
+    ("env", "after"), [({}, "0"), ({"LOCAL_RANK": "1"}, None), ({"CUDA_VISIBLE_DEVICES": "1"}, "1")]
 )
-def test_torch_sees_one_gpu_and_idle_threads_sleep_unless_somebody_decided(given: dict[str, str], after: Any) -> None:
+def test_torch_sees_one_gpu_and_idle_threads_sleep_unless_somebody_decided(env: dict[str, str], after: Any) -> None:
     for name in ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "WORLD_SIZE", "OMP_WAIT_POLICY"):
         os.environ.pop(name, None)
-    os.environ |= given
+    os.environ |= env
     hardware.use_one_gpu()
     hardware.share_processors()
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == after and os.environ["OMP_WAIT_POLICY"] == "passive"

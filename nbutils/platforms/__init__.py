@@ -125,9 +125,7 @@ def processors() -> float:
     count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # Linux has it
         count = len(os.sched_getaffinity(0))
-    quota = _cgroup("cpu.max")
-    if not quota:  # cgroups v1
-        quota = _cgroup("cpu/cpu.cfs_quota_us") + _cgroup("cpu/cpu.cfs_period_us")
+    quota = _cgroup("cpu.max") or _cgroup("cpu/cpu.cfs_quota_us") + _cgroup("cpu/cpu.cfs_period_us")  # v2, v1
     if len(quota) < 2 or quota[0] in ("max", "-1"):
         return count
     return min(count, int(quota[0]) / int(quota[1]))

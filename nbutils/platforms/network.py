@@ -137,9 +137,9 @@ def _append(url: str, partial: Path, size: int, advance: Callable[[int], object]
 
 
 def offline() -> bool:
-    """Whether the learner forbade the network."""
-    values = [os.environ.get(name, "").upper() for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")]
-    return any(value in ("1", "TRUE", "YES", "ON") for value in values)
+    """Whether the learner forbade the network, as huggingface_hub reads it."""
+    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE", "")
+    return value.upper() in ("1", "TRUE", "YES", "ON")
 
 
 def _own_endpoint() -> str:
