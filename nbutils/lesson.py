@@ -253,7 +253,6 @@ def begin(stem: str, namespace: Facts) -> Lesson:
     parameters = RunParameters.model_validate(values)
     distributed.join()
     notices.require_settings()
-    work.watch()
     with distributed.main_first():
         install.ensure("train")
         if language() == "zh":
@@ -283,8 +282,6 @@ def _prepare_process(stem: str) -> None:
 def _introduce(lesson: Lesson) -> None:
     """Print what a lesson starts with."""
     resolved = lesson.resolved
-    if lesson.stem == "03_qlora" and (line := distributed.hint(lesson.gpu.count if lesson.gpu else 0)):
-        print(line)
     print(
         tr(
             "profile   {name}: {reason}\nmodel     {model}\nrun       {folder}",

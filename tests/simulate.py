@@ -80,7 +80,6 @@ AUTODL_ENV = {
     "AutoDLContainerUUID": "a1b2c3d4e5-0f9e8d7c", "AutoDLRegion": "west-E",
     "AutoDLService6006URL": "https://u1-abc.westb.seetacloud.com:8443",
 }  # fmt: skip
-TURBO = "export no_proxy=localhost,127.0.0.1 http_proxy=http://127.0.0.1:12798 https_proxy=http://127.0.0.1:12798\n"
 SHUTDOWN = '#!/bin/sh\necho "called with [$*]" >> "$(dirname "$0")/../../shutdown.log"\n'
 
 
@@ -111,7 +110,7 @@ def autodl(folder: Path, gpu: bool = True) -> Machine:
     """AutoDL; without `gpu` it is started in the mode without one: 2 GiB of memory and half a core."""
     machine = Machine(folder / "autodl", dict(AUTODL_ENV))
     machine.make("root/autodl-tmp", "root/autodl-pub", "root/tf-logs", "root/miniconda3", "root/autodl-fs")
-    machine.write("etc/network_turbo", TURBO)
+    machine.write("etc/network_turbo", "")
     machine.write("usr/bin/shutdown", SHUTDOWN).chmod(0o755)
     if not gpu:
         machine.write("sys/fs/cgroup/memory.max", f"{2 * 2**30}\n")

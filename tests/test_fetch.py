@@ -27,10 +27,10 @@ OFFLINE = """
 from nbutils import models, platforms, profiles
 platform = platforms.detect()
 platforms.use_model_cache(platform, platforms.folders(platform))
-found = profiles.resolve("laptop", "some/model", gpu=None, platform=platform, online=lambda: 1 / 0)
+resolved = profiles.resolve("laptop", "some/model", gpu=None, platform=platform, online=lambda: 1 / 0)
 from huggingface_hub import snapshot_download  # as lesson 04 does; it checks that every file is there
-snapshot_download(found.model, allow_patterns=list(models.WANTED), ignore_patterns=list(models.NOT_WANTED))
-print(found.model, found.choices["model"].reason)
+snapshot_download(resolved.model, allow_patterns=list(models.WANTED), ignore_patterns=list(models.NOT_WANTED))
+print(resolved.model, resolved.choices["model"].reason)
 """
 
 
@@ -56,9 +56,9 @@ def serve() -> Iterator[Callable[..., Hub]]:
 
 def machine(tmp_path: Path, **env: str) -> simulate.Machine:
     """An AutoDL machine without a GPU, with a network."""
-    made = simulate.autodl(tmp_path, gpu=False)
-    made.env |= {"HF_HUB_OFFLINE": "0", "NBUTILS_TURBO": "off", **env}
-    return made
+    autodl = simulate.autodl(tmp_path, gpu=False)
+    autodl.env |= {"HF_HUB_OFFLINE": "0", **env}
+    return autodl
 
 
 @pytest.mark.slow
@@ -80,8 +80,8 @@ def test_a_killed_download_goes_on_and_lessons_find_the_model_without_a_network(
     ran = there.python("-c", FETCH, "fetch", REPO)
     assert ran.returncode == 0, ran.stderr
     assert hub.sent - before < LARGE - held + 2 * len(hub.files["tokenizer.json"]) + 20000, "only what was missing came"
-    assert any(f"model.safetensors {held}" in one for one in hub.asked)
-    assert str(cache) in ran.stdout and "-p MODEL some/model" in ran.stdout and "torch" not in ran.stdout.split()
+    assert any(f"model.safetensors {held}" in request for request in hub.asked)
+    assert str(cache) in ran.stdout and "torch" not in ran.stdout.split()
     names = {file.name for file in cache.rglob("snapshots/*/*")}
     assert names == {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
     [whole] = cache.rglob("snapshots/*/model.safetensors")
@@ -101,7 +101,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_byte(
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.001)
     with refused(f": {REPO} needs ", "0.00 GiB are free"):
         fetch.fetch_inputs(REPO, "", "")
-    assert not [one for one in hub.asked if "/resolve/" in one]
+    assert not [request for request in hub.asked if "/resolve/" in request]
 
 
 def test_the_next_source_is_taken_when_one_fails_and_half_a_file_is_never_trusted(
@@ -123,7 +123,7 @@ def test_the_next_source_is_taken_when_one_fails_and_half_a_file_is_never_truste
     said = capsys.readouterr().out
     assert "could not be downloaded from hub" in said and "could not be downloaded from hf-mirror" in said
     assert (folder / "model.safetensors").read_bytes() == modelscope.files["model.safetensors"]
-    assert {one.name for one in folder.glob("[!.]*")} == set(modelscope.files) - set(NOT_NEEDED) | {models.DOWNLOADED}
+    assert {file.name for file in folder.glob("[!.]*")} == set(modelscope.files) - set(NOT_NEEDED) | {models.DOWNLOADED}
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     fetch.fetch_inputs(REPO, "", "")  # it is here
     assert models.reachable(REPO, network.hub_online, work) == "modelscope"

@@ -31,19 +31,18 @@ from nbutils.record import RunFolder
 
 Patch = pytest.MonkeyPatch
 KEY = "0a1b2c3d-4e5f-6789-abcd-ef0123456789"  # in the address of a robot
-TOKEN = "very-secret-developer-token"
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: Patch) -> Iterator[simulate.Machine]:
     """An AutoDL machine that this process is on, where nothing waits."""
-    found = set(masking._found)
+    secrets = set(masking._found)
     for name, value in {"GRACE": 0.0, "PAUSE": 0.0, "SECONDS": 3.0}.items():
         monkeypatch.setattr(notices, name, value)
     monkeypatch.setattr("apprise.NotifyBase.request_rate_per_sec", 0.0)
     yield simulate.autodl(tmp_path).enter(monkeypatch)
     masking._found.clear()
-    masking._found.update(found)
+    masking._found.update(secrets)
 
 
 @pytest.fixture
@@ -100,14 +99,14 @@ def test_a_robot_gets_what_it_understands_at_the_address_its_app_shows_and_its_r
     original = move(monkeypatch, attribute, site)
     assert urlsplit(address).netloc == urlsplit(original).netloc, "the host that was copied"
     monkeypatch.setenv(notices.URL, address)
-    assert notices.send("nbutils: 训练结束", f"hf_{'a' * 30} {'长' * 2000}", "finished", "demo") == name
+    assert notices.send("nbutils: 训练结束", f"hf_{'a' * 30} {'长' * 2000}") == name
     text = text_of(site.asked[0])
     assert re.match(r"nbutils: 训练结束\s+\[masked\] 长长", text), text[:50]
     assert len(text.encode()) <= 2048, "as much as WeCom takes"
     assert urlsplit(address)._replace(scheme="", netloc="").geturl() == site.paths[0]
     site.body = refusal
     with refused("No notice sent to") as caught:
-        notices.send("nbutils", "x", "failed", "demo")
+        notices.send("nbutils", "x")
     assert KEY not in str(caught.value) and KEY.replace("-", "") not in str(caught.value)
 
 
@@ -127,7 +126,10 @@ def test_every_address_of_apprise_is_understood(
     address: str, name: str, machine: simulate.Machine, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv(notices.URL, address)
-    assert str(notices._service("demo", "test").service_name) == name
+    assert str(notices._service().service_name) == name
+
+
+AGAIN = "Start the same again, once the cause is mended: what is kept is not repeated."
 
 
 @pytest.mark.slow
@@ -148,8 +150,8 @@ def test_another_server_gets_all_fields_and_whatever_it_does_costs_one_line(
     good = Site(status=202, body=b"<html>thanks</html>")
     assert told(good) == ("Notice sent to 127.0.0.1.", 1)
     [asked] = good.asked
-    assert asked.keys() == {"title", "text", "run", "status", "token"}
-    assert (asked["run"], asked["status"], asked["token"]) == ("demo", "failed", None)
+    assert (asked["title"], asked["message"]) == ("nbutils: run demo has failed", f"demo: text\n{AGAIN}")
+    assert (asked["type"], asked["token"]) == ("failure", None)
     assert good.paths == [f"/{KEY}?key={KEY}"]
     for status in (500, 404):
         line, attempts = told(Site(status=status))
@@ -203,28 +205,19 @@ def test_a_proxy_of_the_environment_is_used(machine: simulate.Machine, monkeypat
     proxy = Site()
     monkeypatch.setenv("http_proxy", proxy.url)
     monkeypatch.setenv(notices.URL, "http://notices.example.org/mine")
-    assert notices.send("nbutils", "text", "failed", "demo") == "notices.example.org"
-    assert [asked["run"] for asked in proxy.asked] == ["demo"]
+    assert notices.send("nbutils", "text") == "notices.example.org"
+    assert [asked["message"] for asked in proxy.asked] == ["text"]
 
 
-def test_without_an_address_wechat_through_autodl_and_without_a_token_what_to_do(
+def test_a_wrong_address_is_told_at_the_start_when_someone_is_there(
     machine: simulate.Machine, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    site = Site(body=b'{"code": "Success"}')
-    monkeypatch.setattr(notices, "AUTODL_URL", site.url)
-    monkeypatch.setenv(notices.TOKEN, TOKEN)
-    assert notices.send("标题", f"key {TOKEN}", "finished", "demo") == "AutoDL"
-    sent = {"title": "标题", "name": "finetune-course", "content": "key [masked]"}
-    assert site.asked == [sent | {"token": TOKEN}]
-    site.body = b'{"code": "AuthorizeFailed", "msg": "bad token ' + TOKEN.encode() + b'"}'
-    with refused("No notice sent to", "bad token [masked]"):
-        notices.send("t", "x", "finished", "demo")
     monkeypatch.setenv(notices.URL, "not a web address")
     with refused("No notice can be sent", notices.URL):
-        notices.send("t", "x", "finished", "demo")
+        notices.send("t", "x")
     monkeypatch.setenv(notices.NOTICE, "1")
     notices.require_settings()
-    assert "[WARN]" in capsys.readouterr().out, "said at the start, when someone is there"
+    assert "[WARN]" in capsys.readouterr().out
 
 
 def test_the_command_fails_and_says_why_and_what_to_set_where_no_notice_was_sent(
@@ -237,15 +230,16 @@ def test_the_command_fails_and_says_why_and_what_to_set_where_no_notice_was_sent
     took = sent(Site().url)
     assert took.exit_code == 0 and "Notice sent to 127.0.0.1" in took.stdout
     for address, reason in {
-        "": "not set",
-        "robot": "no address",
-        "http://127.0.0.1:65536/robot": "no address",
-        "https://127.0.0.1:99999999": "no address",
+        "": "not the address",
+        "robot": "not the address",
+        "http://": "not the address",
+        "http://127.0.0.1:65536/robot": "onnection",
+        "https://127.0.0.1:99999999": "onnection",
         f"{Site(status=404).url}/{KEY}": "404",
     }.items():
         failed = sent(address)
         assert failed.exit_code == 1 and reason in failed.stderr and KEY not in failed.output
-        assert notices.URL in failed.stderr and notices.TOKEN in failed.stderr, "what to set"
+        assert notices.URL in failed.stderr, "what to set"
 
 
 def test_other_values_of_the_variables_are_refused_and_the_address_is_a_secret(monkeypatch: Patch) -> None:
@@ -284,17 +278,18 @@ def test_a_machine_is_switched_off_when_asked_and_when_nothing_can_be_lost(
     notices.tell("03_qlora", run, status, "said")
     assert is_off(machine) == off
     [sent] = site.asked
-    assert (sent["status"], sent["run"]) == (status, "demo") and "nbutils" in sent["title"] and "said" in sent["text"]
+    assert sent["type"] == notices.KINDS[status] and sent["title"].startswith("nbutils: run demo has ")
+    assert "03_qlora: said" in sent["message"]
     words = {
         "whole": "Checkpoint 5 verifies",
         "damaged": "does not verify",
         "manifest": "No checkpoint is kept yet",
         "none": "No checkpoint is kept yet",
     }
-    assert words[checkpoint] in sent["text"]
-    assert (str(run.path) in sent["text"]) == (off or checkpoint in ("whole", "damaged"))
-    assert ("This machine is powered off" in sent["text"]) == off
-    assert ("tart the same again" in sent["text"]) == (status != "finished")
+    assert words[checkpoint] in sent["message"]
+    assert (str(run.path) in sent["message"]) == (off or checkpoint in ("whole", "damaged"))
+    assert ("This machine is powered off" in sent["message"]) == off
+    assert ("tart the same again" in sent["message"]) == (status != "finished")
 
 
 def test_a_power_off_is_cancelled_by_a_file_and_by_an_interruption_and_its_failure_is_told(
@@ -303,9 +298,9 @@ def test_a_power_off_is_cancelled_by_a_file_and_by_an_interruption_and_its_failu
     keep_on = run.path / "keep_on"
     monkeypatch.setenv(notices.POWER_OFF, "always")
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell's & has it ignored
-    code += "from nbutils import notices; notices.Work('03_qlora').ended('failed', 'said'); print('over')"
+    code += "from nbutils import notices; notices.begin('03_qlora').ended('failed', 'said'); print('over')"
     waiting = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert waiting.stdout and waiting.stdout.readline() == b"said\n"
+    assert waiting.stdout and waiting.stdout.readline() == b"03_qlora: said\n"
     time.sleep(0.3)
     waiting.send_signal(signal.SIGINT)
     assert b"stays on" in waiting.communicate(timeout=20)[0] and waiting.returncode == 0
@@ -325,7 +320,7 @@ def test_a_file_keeps_the_machine_on_once(machine: simulate.Machine, run: RunFol
         monkeypatch.setenv(name, value)
     (run.path / "keep_on").touch()
     notices.tell("03_qlora", run, "finished", "said")
-    assert not is_off(machine) and "Not powered off" in site.asked[0]["text"]
+    assert not is_off(machine) and "Not powered off" in site.asked[0]["message"]
     notices.tell("03_qlora", run, "finished", "said")
     assert is_off(machine), "the file of an earlier night counts no more"
 
@@ -345,7 +340,7 @@ def test_elsewhere_a_notice_says_nothing_of_a_power_off_that_nobody_asked_for(
     monkeypatch.setenv(notices.NOTICE, "1")
     monkeypatch.setenv(notices.URL, site.url)
     notices.tell("03_qlora", None, "finished", "said")
-    assert [sent["text"] for sent in site.asked] == ["said"]
+    assert [sent["message"] for sent in site.asked] == ["03_qlora: said"]
     assert capsys.readouterr().out == "Notice sent to 127.0.0.1.\n"
 
 
@@ -389,7 +384,6 @@ SCRIPT = (
     + """
 import os, signal, subprocess, time
 work = notices.begin("03_qlora")
-work.watch()
 {then}
 """
 )
@@ -400,11 +394,11 @@ ENDS = {  # how many notices the end of a script is worth, and what the first sa
     "raise KeyboardInterrupt": (0, ""),
     "pass": (0, ""),
     "work.ended('unfinished', 'time is up'); " + KILLED: (1, "time is up"),
-    "notices.begin('03_qlora').watch()": (0, ""),
+    "notices.begin('03_qlora')": (0, ""),
     KILLED: (1, "was killed"),
     "os.kill(os.getpid(), signal.SIGTERM)": (1, "was killed"),
     HELD: (1, "was killed"),
-    "with notices.deferred(): notices.begin('04_merge').watch(); " + KILLED: (0, ""),
+    "with notices.deferred(): notices.begin('04_merge'); " + KILLED: (0, ""),
 }
 
 
@@ -420,7 +414,7 @@ def test_one_notice_is_sent_of_each_end_of_a_script_however_it_ends(tmp_path: Pa
     else:
         time.sleep(2)
     assert len(site.asked) == notices_sent and is_off(machine) == bool(notices_sent), ran.stderr
-    assert all(text in sent["text"] for sent in site.asked)
+    assert all(text in sent["message"] for sent in site.asked)
     if then == HELD:
         os.kill(int(ran.stdout.split()[-1]), signal.SIGKILL)
 
@@ -446,7 +440,10 @@ def test_a_cell_that_fails_under_papermill_is_told_before_its_kernel_is_shut_dow
     ran = machine.python("-m", "papermill", str(book), str(tmp_path / "out.ipynb"))
     assert ran.returncode and "MemoryError" in ran.stderr, ran.stderr[-3000:]
     [sent] = site.asked
-    assert (sent["status"], sent["run"]) == ("failed", "night") and "01_environment: MemoryError" in sent["text"]
+    assert (sent["type"], sent["title"]) == (
+        "failure",
+        "nbutils: run night has failed",
+    ) and "01_environment: MemoryError" in sent["message"]
     assert is_off(machine) and "Powered off." in (tmp_path / "out.ipynb").read_text()
 
 
@@ -466,8 +463,10 @@ def test_a_kernel_that_is_killed_under_papermill_is_told(tmp_path: Path) -> None
         wait_for(lambda: is_off(machine))
         running.communicate(timeout=60)
     [sent] = site.asked
-    assert (sent["status"], sent["run"]) == ("failed", "night") and "01_environment" in sent["text"]
-    assert "create the file" in sent["text"] and "Ctrl-C" not in sent["text"], "there is nothing to interrupt"
+    assert (sent["type"], sent["title"]) == ("failure", "nbutils: run night has failed") and "01_environment" in sent[
+        "message"
+    ]
+    assert "create the file" in sent["message"] and "Ctrl-C" not in sent["message"], "there is nothing to interrupt"
 
 
 @pytest.mark.slow
@@ -514,8 +513,8 @@ def test_a_run_tells_of_a_kernel_that_is_killed_and_of_a_signal_and_ends_with_an
         said, _ = running.communicate(timeout=60)
     assert running.returncode == 1, said
     [sent] = site.asked
-    assert (sent["status"], sent["run"]) == (status, "night") and sent["title"].startswith("nbutils：")
-    assert "09_night" in sent["text"] and is_off(machine), said
+    assert sent["type"] == notices.KINDS[status] and sent["title"].startswith("nbutils：night ")
+    assert "09_night" in sent["message"] and is_off(machine), said
 
 
 def test_another_training_on_the_machine_keeps_it_on(run: RunFolder, monkeypatch: Patch) -> None:
@@ -524,10 +523,10 @@ def test_another_training_on_the_machine_keeps_it_on(run: RunFolder, monkeypatch
     logs = platforms.folders(platforms.detect()).keep / "other/logs"
     logs.mkdir(parents=True)
     (logs / tracking.PROGRESS).write_text(json.dumps(other))
-    assert "other" in notices._kept_on(run.path / notices.KEEP_ON)
-    assert "other" in notices._kept_on(logs.parent / notices.KEEP_ON), "the same run was started again meanwhile"
+    assert "other" in notices._why_on(run.path / notices.KEEP_ON)
+    assert "other" in notices._why_on(logs.parent / notices.KEEP_ON), "the same run was started again meanwhile"
     with monkeypatch.context() as here:
         here.setattr(os, "getppid", lambda: process.pid)
-        assert notices._kept_on(logs.parent / notices.KEEP_ON) == "", "its own end is not kept from it"
+        assert notices._why_on(logs.parent / notices.KEEP_ON) == "", "its own end is not kept from it"
     (logs / tracking.PROGRESS).write_text(json.dumps(other | {"began": 0.0}))
-    assert notices._kept_on(run.path / notices.KEEP_ON) == "", "a process of that number which is another one"
+    assert notices._why_on(run.path / notices.KEEP_ON) == "", "a process of that number which is another one"

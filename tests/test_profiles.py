@@ -689,13 +689,6 @@ def test_only_a_model_that_can_afford_it_is_quantized(model: str, text: str, met
     assert resolved.choices["method"].value == method
 
 
-def test_what_a_profile_names_is_kept() -> None:
-    text = "course.conversations_per_step=16, sft.packing=false, sft.learning_rate=1e-4, sft.num_train_epochs=1.0"
-    named = fitted([200] * 885, text=text).profile
-    assert (recipe.rows_per_step(named.sft), named.sft.packing) == (16, False)
-    assert (named.sft.learning_rate, named.sft.num_train_epochs) == (1e-4, 1.0)
-
-
 def test_what_a_profile_names_is_kept_and_too_few_steps_are_told_with_the_number_to_set() -> None:
     text = "course.conversations_per_step=16, sft.packing=false, sft.learning_rate=1e-4, sft.num_train_epochs=1.0"
     named = fitted([200] * 885, text=text).profile

@@ -7,7 +7,6 @@
 
 from nbutils.distributed.launching import (  # noqa: F401
     config_file,
-    hint,
     launch,
     micro_batch_for,
     processes_for,

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from nbutils.display import LIVE_LINE
 from nbutils.distributed.processes import require_gpus
-from nbutils.distributed.strategies import require_known_strategy, strategy
+from nbutils.distributed.strategies import require_known_strategy
 from nbutils.errors import CourseError, StoppedByHand, Unfinished
-from nbutils.files import CONFIGS, NOTEBOOKS
-from nbutils.hardware import Choice, driver_gpus
+from nbutils.files import CONFIGS
+from nbutils.hardware import Choice
 from nbutils.language import tr
 from nbutils.masking import mask_secrets
 from nbutils.processes import first_signals
@@ -59,21 +59,6 @@ def processes_for(gpus: int, processes: int = 0) -> Choice:
     if gpus:
         return Choice(gpus, tr("one for each GPU, of {gpus}", gpus=gpus))
     return Choice(2, tr("no GPU: each takes a core instead"))
-
-
-def hint(seen: int) -> str:
-    """What a lesson that trains with one process says on a machine with several GPUs; empty elsewhere."""
-    if not seen or strategy():
-        return ""
-    count = len(driver_gpus())
-    if count <= seen:
-        return ""
-    command = f"torchrun --nproc_per_node={count} --master-port=29500 {NOTEBOOKS / '03_qlora.py'}"
-    return tr(
-        "GPUs      this lesson uses one of {count}; lesson 06 trains on all, as does {command}",
-        count=count,
-        command=command,
-    )
 
 
 def config_file(name: str) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -150,16 +149,15 @@ def main_first() -> Iterator[None]:
 
     Who comes later finds the work done, on a disk that the machines share as on one of its own.
     """
-    turns = 2 if _several_machines() else 1
-    mine = turns
+    turn = 2
     if is_main():
-        mine = 0
+        turn = 0
     elif local_rank() == 0:
-        mine = 1
-    for _ in range(mine):
+        turn = 1
+    for _ in range(turn):
         barrier()
     yield
-    for _ in range(mine, turns):
+    for _ in range(turn, 2):
         barrier()
 
 
@@ -213,25 +211,18 @@ def barrier() -> None:
     gather(None, _patient_group)
 
 
-def send_folder(root: Path, name: str) -> Path:
-    """The folder `name` of the main process's `root`, copied into the root of every machine that does not share it."""
-    folder = root / name
+def send_folder(folder: Path) -> None:
+    """Copy a folder of the main process to every machine on which it is not there, or not the same."""
     if not _several_machines():
-        return folder
-    mark = root / f"{name}.shared"
-    token = broadcast(uuid.uuid4().hex)
-    if is_main():
-        mark.write_text(token)
-    barrier()
-    shares_disk = mark.exists() and mark.read_text() == token
-    receives = local_rank() == 0 and not shares_disk
+        return
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    wanted = broadcast(sizes)
+    receives = local_rank() == 0 and sizes != wanted
     if receives:
-        shutil.rmtree(root, ignore_errors=True)  # of an earlier run
-    for file in broadcast([str(path.relative_to(root)) for path in folder.rglob("*") if path.is_file()]):
-        _send_file(root / file, receives)
+        shutil.rmtree(folder.parent, ignore_errors=True)  # with what an earlier run left there
+    for name in wanted:
+        _send_file(folder / name, receives)
     barrier()
-    mark.unlink(missing_ok=True)
-    return folder
 
 
 def _send_file(file: Path, receives: bool) -> None:
@@ -241,7 +232,8 @@ def _send_file(file: Path, receives: bool) -> None:
             while broadcast(source.read(CHUNK)):
                 pass
         return
-    file.parent.mkdir(parents=True, exist_ok=True)
+    if receives:
+        file.parent.mkdir(parents=True, exist_ok=True)
     with open(file if receives else os.devnull, "wb") as copy:
         while part := broadcast(None):
             copy.write(part)

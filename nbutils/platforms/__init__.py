@@ -27,7 +27,7 @@ from nbutils.errors import CourseError, require_choice
 from nbutils.files import CHECKOUT, GIB, fs_root
 from nbutils.language import tr
 from nbutils.masking import mask_secrets, remember_secret
-from nbutils.platforms.network import answers, hub_online, prepare_network  # noqa: F401
+from nbutils.platforms.network import hub_online, prepare_network  # noqa: F401
 
 CGROUP = "sys/fs/cgroup"
 SECRETS_STATE = "NBUTILS_SECRETS_SILENT"  # the store that cannot answer; child processes do not ask it again either
@@ -125,9 +125,7 @@ def processors() -> float:
     count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # Linux has it
         count = len(os.sched_getaffinity(0))
-    quota = _cgroup("cpu.max")
-    if not quota:  # cgroups v1
-        quota = _cgroup("cpu/cpu.cfs_quota_us") + _cgroup("cpu/cpu.cfs_period_us")
+    quota = _cgroup("cpu.max") or _cgroup("cpu/cpu.cfs_quota_us") + _cgroup("cpu/cpu.cfs_period_us")  # v2, v1
     if len(quota) < 2 or quota[0] in ("max", "-1"):
         return count
     return min(count, int(quota[0]) / int(quota[1]))
@@ -151,7 +149,7 @@ def free_memory_gib() -> float:
         stat = dict(zip(words[::2], words[1::2], strict=True))
         # cached files that can be dropped at once are not in use
         dropped = stat.get("total_inactive_file") or stat.get("inactive_file") or "0"
-        used = max(0, int(usage[0]) - int(dropped))
+        used = int(usage[0]) - int(dropped)
     return min(psutil.virtual_memory().available / GIB, _container_gib(used))
 
 
@@ -160,7 +158,7 @@ def _container_gib(used: int) -> float:
     limit = _cgroup("memory.max", "memory/memory.limit_in_bytes")
     if limit in ([], ["max"]):
         return math.inf
-    return max(0, int(limit[0]) - used) / GIB
+    return (int(limit[0]) - used) / GIB
 
 
 def _cgroup(*names: str) -> list[str]:
@@ -246,25 +244,24 @@ def folders(platform: Platform) -> Folders:
     root = fs_root()
     entry = platform.entry
     work = root / entry.work[1:]
-    scratch = root / entry.scratch[1:]
     places = {root / place[1:] / "runs": tr(remark) for place, remark in entry.keep.items()}
     known = [place for place in places if os.path.isdir(place.parent)]
     lasting = {place: places[place] for place in known if not cannot_write(place.parent)}
     if platform.name == "colab" and drive_mounted():
         lasting = {root / RUNS: tr("it is on your Drive")}
-    keep = home or next(iter(lasting), work / "runs")
-    remark = next((why for place, why in lasting.items() if keep.is_relative_to(place.parent)), "")
-    if home and not home.is_relative_to(scratch) and (mounted := mount_point_of(home)):
-        remark = tr("NBUTILS_HOME is on the disk mounted at {place}", place=mounted)
-    earlier = [place for place in dict.fromkeys([*known, work / "runs"]) if place != keep]
+    if home:
+        lasting = {home: tr("NBUTILS_HOME names it")}
+    keep = next(iter(lasting), work / "runs")
+    earlier = dict.fromkeys([*known, work / "runs"])
+    earlier.pop(keep, None)
     return Folders(
         work,
-        scratch,
-        keep,
+        scratch=root / entry.scratch[1:],
+        keep=keep,
         inputs=root / entry.inputs[1:] if entry.inputs else None,
         earlier=tuple(earlier),
-        lasting=bool(remark),
-        remark=remark or tr("nothing that lasts can be written here"),
+        lasting=bool(lasting),
+        remark=lasting.get(keep) or tr("nothing that lasts can be written here"),
     )
 
 
@@ -294,14 +291,12 @@ def use_model_cache(platform: Platform, places: Folders) -> str:
             tr("This user has no home folder; HOME is not set."),
             todo=tr("Set HOME, as in `export HOME=/tmp/me`, then run this again."),
         )
-    variables = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
-    if not platform.entry.cache or any(os.environ.get(name) for name in variables):
+    in_use = [os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")]
+    if not platform.entry.cache or any(in_use) or any(Path.home().glob(".cache/huggingface/hub/models--*")):
         return ""
-    if any(Path.home().glob(".cache/huggingface/hub/models--*")):
-        return ""
-    disk = places.work if platform.entry.cache == "work" else places.scratch
-    os.environ["HF_HUB_CACHE"] = str(disk / "huggingface")
-    return tr("downloaded models go to {folder}", folder=os.environ["HF_HUB_CACHE"])
+    cache_folder = getattr(places, platform.entry.cache) / "huggingface"
+    os.environ["HF_HUB_CACHE"] = str(cache_folder)
+    return tr("downloaded models go to {folder}", folder=cache_folder)
 
 
 def find_inputs(inputs: Path | None, marker: str) -> list[Path]:
@@ -328,11 +323,9 @@ def is_mount(path: Path) -> bool:
     """Whether something is mounted at exactly this path, even if it no longer answers."""
     if os.path.ismount(path):
         return True
-    table = fs_root() / "proc/mounts"
-    if not table.exists():
-        return False
-    lines = table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    return any(line.split()[1] == str(path) for line in lines)
+    with suppress(FileNotFoundError), open(fs_root() / "proc/mounts", errors="surrogateescape") as mounts:
+        return any(line.split()[1] == str(path) for line in mounts)
+    return False
 
 
 def mount_point_of(path: Path) -> Path | None:

@@ -398,7 +398,8 @@ def _train_session(trainer: Any, callback: CourseCallback, resume: str) -> tuple
     if checkpoint is None:
         print(tr("starting at step 0"))
     else:
-        checkpoint = distributed.send_folder(callback.scratch / "trainer", checkpoint.name)
+        checkpoint = callback.scratch / "trainer" / checkpoint.name  # scratch may be elsewhere than the main process's
+        distributed.send_folder(checkpoint)
     callback.sync = resuming.start_sync(
         callback.run,
         callback.scratch,
