@@ -14,8 +14,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets.arrow_writer import ArrowWriter
 from pydantic import BaseModel
 from transformers import GenerationConfig, Qwen2Config
 from transformers.utils.logging import disable_progress_bar
@@ -29,9 +31,10 @@ from nbutils.errors import CourseError
 from nbutils.language import tr
 from nbutils.plan import gpus
 from nbutils.plan import pretraining as plan
+from nbutils.plan.forecast import divisors
 from nbutils.plan.recipe import rows_per_step
 from nbutils.profiles import Resolved
-from nbutils.training import resume as resuming
+from nbutils.training.resume import run_fingerprint
 from nbutils.training.run import CourseCallback, TrainingResult
 
 BUNDLED = files.SAMPLES / "pretraining.jsonl.gz"  # the course's text; `.ci/samples.py` writes it
@@ -231,40 +234,32 @@ def write_rows(stream: IterableDataset, texts: Texts, tokenizer: Any, length: in
             tr("The text has {tokens:,} tokens, and a row {length}.", tokens=card.tokens, length=length),
             todo=tr("Add text (or raise TEXTS), or lower LENGTH: two rows are needed, one of them is held out."),
         )
-    held_out = [number * len(rows) // count for number in range(count)]  # from everywhere in the text
-    kept = sorted(set(range(len(rows))) - set(held_out))
-    train = rows.select(kept, keep_in_memory=True)
-    held = rows.select(held_out, keep_in_memory=True)
+    numbers = [number * len(rows) // count for number in range(count)]  # from everywhere in the text
+    held_out = rows.select(numbers, keep_in_memory=True)
+    train = rows.select(sorted(set(range(len(rows))).difference(numbers)), keep_in_memory=True)
+    if texts.bundled:  # questions to its shop
+        prompts = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
+    else:
+        prompts = tokenizer.batch_decode([row["input_ids"][:PROMPT] for row in islice(held_out, 3)])
     return TokenRows(
         train.with_format("numpy"),
-        held,
+        held_out,
         length,
-        prompts=_prompts(texts, tokenizer, held),
+        prompts=prompts,
         bundled=texts.bundled,
         card=card,
     )
 
 
-def _prompts(texts: Texts, tokenizer: Any, held: Dataset) -> list[str]:
-    """Questions to the shop of the course's text, or beginnings of held-out rows."""
-    if texts.bundled:
-        return [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS]
-    return [tokenizer.decode(row["input_ids"][:PROMPT]) for row in islice(held, 3)]
-
-
 def _write_stream(stream: IterableDataset, texts: Texts, length: int, file: Path) -> Card:
     """Write the rows as `datasets` reads them from disk; what they hold."""
-    import numpy
-    import pyarrow
-
-    schema = pyarrow.schema({"input_ids": pyarrow.list_(pyarrow.int32()), "labels": pyarrow.list_(pyarrow.int64())})
+    features = Features({"input_ids": List(Value("int32")), "labels": List(Value("int64"))})
     digest = hashlib.sha256(f"{length} ".encode())
-    rows = 0
-    with pyarrow.ipc.new_stream(str(file), schema) as writer:
+    with ArrowWriter(path=str(file), features=features) as writer:
         for batch in stream.iter(WRITTEN):
-            writer.write_batch(pyarrow.record_batch(batch, schema=schema))
+            writer.write_batch(batch)
             digest.update(numpy.array(batch["input_ids"], numpy.int32).tobytes())
-            rows += len(batch["input_ids"])
+        rows, _ = writer.finalize()
     return Card(
         documents=texts.read,
         tokens=rows * length,
@@ -310,11 +305,11 @@ def with_recipe(
     cards = [gpus.of_machine(resolved.gpu)] if resolved.gpu else [gpus.find(name) for name in RENTED_OFTEN]
     forecasts = [plan.pretraining(shape, card, rows.length, batch, steps) for card in cards]
     size = forecasts[0].per_device_train_batch_size
-    recomputes = forecasts[0].gradient_checkpointing
     if not resolved.gpu:
-        size = _micro_batch_on_cpu(batch, rows.length)
-        recomputes = False
-    chosen = _chosen(resolved)
+        size = max(size for size in divisors(batch) if size == 1 or size * rows.length <= CPU_TOKENS)
+    chosen = {
+        name: value for name, value in resolved.profile.sft if f"sft.{name}" in resolved.set_values and value != "auto"
+    }
     size = chosen.get("per_device_train_batch_size", size)
     recipe: dict[str, Any] = {
         "max_length": rows.length,
@@ -329,7 +324,7 @@ def with_recipe(
         "max_grad_norm": 1.0,
         "optim": "adamw_torch_fused",
         "packing": False,
-        "gradient_checkpointing": recomputes,
+        "gradient_checkpointing": bool(resolved.gpu) and forecasts[0].gradient_checkpointing,
         "activation_offloading": False,
         "use_liger_kernel": False,
         "save_total_limit": 2,
@@ -338,14 +333,11 @@ def with_recipe(
         "load_best_model_at_end": True,
     }
     sft = SFT(**recipe | chosen)
-    in_step = rows_per_step(sft)
     print(
         tr(
-            "{steps:,} steps of {batch} rows ({tokens:,} tokens), {epochs:.2g} epochs; learning rate {rate:g}, "
-            "{precision}",
+            "{steps:,} steps of {batch} rows, {epochs:.2g} epochs; learning rate {rate:g}, {precision}",
             steps=sft.max_steps,
-            batch=in_step,
-            tokens=in_step * rows.length,
+            batch=rows_per_step(sft),
             epochs=sft.max_steps / per_epoch,
             rate=sft.learning_rate,
             precision=resolved.profile.from_pretrained.dtype,
@@ -358,22 +350,6 @@ def with_recipe(
     return resolved.profile.model_copy(update={"sft": sft, "course": course})
 
 
-def _chosen(resolved: Resolved) -> dict[str, Any]:
-    """The arguments of SFTConfig that SET names."""
-    chosen = {}
-    for name, value in resolved.set_values.items():
-        block, _, argument = name.partition(".")
-        if block == "sft" and value != "auto":
-            chosen[argument] = resolved.profile.sft[argument]
-    return chosen
-
-
-def _micro_batch_on_cpu(batch: int, length: int) -> int:
-    """The largest part of a batch that a CPU computes at a time."""
-    most = max(CPU_TOKENS // length, 1)
-    return max(size for size in range(1, min(batch, most) + 1) if batch % size == 0)
-
-
 class PretrainingCallback(CourseCallback):
     """The callback of lesson 03 for a model of which every weight is trained."""
 
@@ -384,13 +360,8 @@ class PretrainingCallback(CourseCallback):
         disable_progress_bar()  # of every saved checkpoint
         logging.getLogger("transformers.trainer").setLevel(logging.ERROR)  # tied weights are stored once, as meant
         rows: TokenRows = self.dataset
-        self.fingerprint = {
-            "model": shape_of(trainer.model.config).model_dump(),
-            "data": rows.card.fingerprint,
-            "sft": self.profile.sft.model_dump(mode="json", exclude=resuming.MAY_CHANGE),
-            "rows_per_step": rows_per_step(self.profile.sft),
-            "seed": trainer.args.seed,
-        }
+        shape = shape_of(trainer.model.config).model_dump()
+        self.fingerprint = run_fingerprint(self.profile, shape, rows.card.fingerprint, trainer.args.seed)
         return tr(
             "{parameters:,} parameters to train on {tokens:,} tokens",
             parameters=trainer.model.num_parameters(),
