@@ -261,7 +261,6 @@ def _worded(name: str, value: str) -> str:
         "validation": tr("validation {value}", value=value),
         "left": tr("{value} left", value=value),
         "tokens/s": f"{value} tokens/s",
-        "GPU": f"GPU {value}",
     }
     return texts.get(name, value)
 

@@ -5,7 +5,6 @@ Never a prompt, never a lost run. `LiveNumbers` also writes what it shows to `pr
 
 from __future__ import annotations
 
-import importlib
 import io
 import math
 import os
@@ -25,7 +24,6 @@ from pydantic import BaseModel, FiniteFloat, TypeAdapter, ValidationError
 
 from nbutils import display, distributed, hardware, install, platforms
 from nbutils.config import SFT
-from nbutils.errors import CourseError
 from nbutils.files import fs_root, make_folder, read_json, read_object, write_json
 from nbutils.language import joined, tr
 from nbutils.masking import mask_secrets
@@ -100,13 +98,8 @@ def _begin_swanlab(logs: Path, run: str) -> str:
         return ""
     os.environ |= {"SWANLAB_INTERACTIVE": "false", "SWANLAB_TERMINAL_PROXY_TYPE": "none"}
     if install.unsatisfied([SWANLAB]):
-        print(tr("Installing for the logs: {package}", package=SWANLAB), flush=True)
-        try:
-            install.pip_install([SWANLAB])
-        except CourseError as problem:
-            print(f"[WARN] SwanLab: {problem}")
-            return ""
-        importlib.invalidate_caches()
+        print(tr("[WARN] SwanLab is not used: it is not installed (pip install '{package}').", package=SWANLAB))
+        return ""
     import swanlab
 
     if swanlab.has_run():  # of an earlier run of this cell
@@ -141,12 +134,15 @@ def how_to_open(logs: Path, run: str, platform: str) -> str:
             link.symlink_to(logs)
             return tr("TensorBoard: AutoPanel on AutoDL's page, run {run}", run=run)
     if platform == "colab":
-        magic = f"%load_ext tensorboard\n          %tensorboard --logdir {logs}"
-        return tr("TensorBoard: run this in a cell before the training\n          {magic}", magic=magic)
+        return tr(
+            "TensorBoard: run this in a cell before the training\n          %load_ext tensorboard\n          "
+            "%tensorboard --logdir {logs}",
+            logs=logs,
+        )
     return tr(
-        "TensorBoard: {command}\n          then http://127.0.0.1:6006; on a remote machine first {ssh}",
-        command=f"tensorboard --logdir {logs} --port 6006",
-        ssh="ssh -L 6006:127.0.0.1:6006 USER@HOST",
+        "TensorBoard: tensorboard --logdir {logs} --port 6006\n          then http://127.0.0.1:6006; on a remote "
+        "machine first ssh -L 6006:127.0.0.1:6006 USER@HOST",
+        logs=logs,
     )
 
 
@@ -156,13 +152,13 @@ def end_trackers(logs: Path) -> None:
 
     if wandb.run is not None and wandb.run.offline:
         wandb.finish()
-        print(tr("W&B offline; upload it later: {command}", command=f"wandb sync {logs}/wandb/offline-*"))
+        print(tr("W&B offline; upload it later: wandb sync {logs}/wandb/offline-*", logs=logs))
     swanlab = sys.modules.get("swanlab")
     if swanlab and swanlab.has_run():
         is_offline = swanlab.get_run().mode == "offline"
         swanlab.finish()
         if is_offline:
-            print(tr("SwanLab offline; upload it later: {command}", command=f"swanlab sync {logs}/swanlab/run-*"))
+            print(tr("SwanLab offline; upload it later: swanlab sync {logs}/swanlab/run-*", logs=logs))
 
 
 def loss_history(log_history: Log) -> Curve:
@@ -213,7 +209,6 @@ class Progress(BaseModel, frozen=True):
     validation: tuple[int, float] | None = None
     tokens_per_second: float = 0.0
     peak_gib: float = 0.0  # of memory
-    gpu_percent: int | None = None
     cost: dict[str, float] = {}  # by currency
     notes: list[str] = []  # the newest lines
     host: str = socket.gethostname()
@@ -254,8 +249,6 @@ class Progress(BaseModel, frozen=True):
         if self.tokens_per_second:
             parts["tokens/s"] = f"{self.tokens_per_second:,.0f}"
         parts["memory"] = tr("peak {peak:.2f} GiB", peak=self.peak_gib)
-        if self.gpu_percent is not None:
-            parts["GPU"] = f"{self.gpu_percent} %"
         if self.cost:
             parts["cost"] = money(self.cost)
         if self.left is not None and self.trains:
@@ -266,15 +259,6 @@ class Progress(BaseModel, frozen=True):
 def money(amounts: dict[str, float]) -> str:
     """Amounts by currency, as a person reads them."""
     return tr(" or ").join(f"{sign}{amount:.2f}" for sign, amount in amounts.items())
-
-
-def gpu_percent() -> int | None:
-    """How busy this process's GPU was in the last second; None where the driver does not tell, as for a MIG slice."""
-    import torch
-
-    with suppress(Exception):  # the driver says many things
-        return torch.cuda.utilization()
-    return None
 
 
 def rent(gpu: hardware.GPU | None, platform: str) -> dict[str, float]:
@@ -381,7 +365,6 @@ class LiveNumbers:
             validation=validation[-1] if validation else None,
             tokens_per_second=self.speed,
             peak_gib=hardware.peak_memory_gib(),
-            gpu_percent=gpu_percent(),
             cost=self.cost(self.seconds),
             notes=list(self.notes),
             updated=time.time(),
@@ -432,14 +415,11 @@ class LiveNumbers:
 
 def trainings(*places: Path, run: str = "*") -> dict[str, Progress]:
     """The newest progress of each run below these folders; a file that is none is left out."""
-    newest: dict[str, Progress] = {}
+    seen = []
     for place in places:
         for file in place.glob(f"{run}/logs/{PROGRESS}"):
-            try:
+            with suppress(ValidationError):
                 progress = Progress.model_validate(read_object(file))
-            except ValidationError:
-                continue
-            name = file.parent.parent.name
-            if name not in newest or progress.updated > newest[name].updated:
-                newest[name] = progress
-    return newest
+                seen.append((file.parent.parent.name, progress))
+    seen.sort(key=lambda training: training[1].updated)
+    return dict(seen)  # of each name the last

@@ -44,7 +44,6 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from nbutils import chat, checkpoints, files, hardware, lesson, platforms, processes, profiles, tracking
-from nbutils.errors import CourseError
 from nbutils.plan import gpus
 from nbutils.training import model as lora
 from nbutils.training import oom, resume, run, validation
@@ -404,12 +403,7 @@ def test_swanlab_is_used_where_it_is_chosen_and_never_costs_the_training(tmp_pat
     assert started() == ""
     monkeypatch.delenv("SWANLAB_MODE")
     monkeypatch.setattr(tracking.install, "unsatisfied", list)
-    monkeypatch.setattr(tracking.install, "pip_install", lambda names: refuse())
-    assert started() == "", "it cannot be installed"
-
-
-def refuse() -> None:
-    raise CourseError("pip failed")
+    assert started() == "", "it is not installed"
 
 
 def keep_one(store: Path, step: int, content: str = "") -> None:

@@ -152,7 +152,7 @@ def _attend(
 
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if dropout or kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
+    if dropout or kwargs.get("softcap") or kwargs.get("s_aux") is not None:
         raise CourseError(
             tr("This model's attention has dropout, sinks or softcap, which torch's kernel for packed rows has not."),
             todo=tr("Set from_pretrained.attn_implementation to sdpa in a copy of the profile."),
@@ -169,7 +169,16 @@ def _attend(
         options["enable_gqa"] = heads != key.shape[1]
     # the tokens of all rows end to end, each with its heads
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-    out: Any = varlen_attn(query, key, value, edges, edges, longest, longest, **options)
+    out: Any = varlen_attn(
+        query,
+        key,
+        value,
+        edges,
+        edges,
+        longest,
+        longest,
+        **options,
+    )
     return out.view(rows, length, heads, size), None
 
 
@@ -241,7 +250,13 @@ def _linear_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not _is_active(self) or args or kwargs:
         return self.stock_forward(x, *args, **kwargs)
     layer = _Operands(self, x)
-    return _FusedLora.apply(x, None, layer.a, layer.b, layer)
+    return _FusedLora.apply(
+        x,
+        None,
+        layer.a,
+        layer.b,
+        layer,
+    )
 
 
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
@@ -250,7 +265,13 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     layer = _Operands(self.down_proj, x)
     layer.fused = self.fused
     layer.skips_last = self.skips_last and not self._forward_hooks
-    return _FusedLora.apply(self.gate_proj(x), self.up_proj(x), layer.a, layer.b, layer)
+    return _FusedLora.apply(
+        self.gate_proj(x),
+        self.up_proj(x),
+        layer.a,
+        layer.b,
+        layer,
+    )
 
 
 class _Operands:

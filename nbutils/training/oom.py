@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from nbutils import distributed, files, hardware
 from nbutils.checkpoints import step_of
 from nbutils.errors import CourseError
 from nbutils.language import tr
-from nbutils.plan.forecast import divisors
+from nbutils.plan.forecast import STEP_ARGUMENTS, divisors
 from nbutils.training import sharding
 from nbutils.training.resume import OOM_FILE
 
@@ -133,7 +133,7 @@ def _save_finished_step(trainer: Any) -> Path:
 
 def settings_of(trainer: Any) -> StepSettings:
     """The settings a trainer was built with."""
-    return StepSettings(**{field.name: getattr(trainer.args, field.name) for field in fields(StepSettings)})
+    return StepSettings(**{name: getattr(trainer.args, name) for name in STEP_ARGUMENTS})
 
 
 def apply_settings(trainer: Any, new: StepSettings) -> None:

@@ -15,7 +15,6 @@ from time import monotonic
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from nbutils import chat, checkpoints, display, distributed, files, hardware, platforms, record, tracking
@@ -31,7 +30,6 @@ from nbutils.training import resume as resuming
 
 LAST_SYNC_SECONDS = 15.0  # how long a checkpoint may still be copied to the run folder once another process has died
 RESERVE_SECONDS = 300.0  # for what follows the training: adapter, plots, record
-FIRST_SYNC_SECONDS = 60.0  # what copying a checkpoint is assumed to take, until one was measured
 SHOWN_FACTS = (  # when the training has ended
     "steps", "planned_steps", "resumed_from_step", "kept_step", "validation_loss", "adapter_moved", "base_moved",
     "train_seconds", "tokens_per_second", "peak_memory_gib", "cost",
@@ -90,8 +88,8 @@ class TimeBudget:
         now = monotonic()
         self.step_seconds.append(now - self.last_step)
         self.last_step = now
-        sync_seconds = sync_seconds or min(FIRST_SYNC_SECONDS, self.reserve)
-        needed = 1.5 * (max(self.step_seconds) + sync_seconds)  # the next step and its checkpoint may be slower
+        saving = sync_seconds or self.reserve  # until a checkpoint was copied
+        needed = 1.5 * (max(self.step_seconds) + saving)  # the next step and its checkpoint may be slower
         if now + needed + self.reserve > self.end:
             return tr("Its time is nearly up (MAX_HOURS, or the limit of the platform).")
         return ""
@@ -151,13 +149,15 @@ class CourseCallback(TrainerCallback):
 
     def require_room(self, trainer: Any) -> None:
         """Refuse a training whose checkpoints do not fit on the disks."""
-        # a weight and the two moments of Adam, 4 bytes each; 64 MiB for all else
-        self.checkpoint_gib = (trainer.model.num_parameters(only_trainable=True) * 12 + 64 * 2**20) / files.GIB
+        trained = trainer.model.num_parameters(only_trainable=True)
+        size = trained * 12 + 64 * 2**20  # a weight and the two moments of Adam, 4 bytes each; 64 MiB for all else
+        self.checkpoint_gib = size / files.GIB
         count = trainer.args.save_total_limit + 2  # the best is kept too, and a new one comes before the oldest goes
         output = Path(trainer.args.output_dir)
         require_disk(output, count * self.checkpoint_gib, tr("writing checkpoints"))
-        missing = max(count - len(checkpoints.look(self.run.checkpoints)), 1)
-        require_disk(self.run.checkpoints, missing * self.checkpoint_gib, tr("keeping checkpoints"))
+        keep = self.run.checkpoints
+        missing = max(count - len(checkpoints.look(keep)), 1)
+        require_disk(keep, missing * self.checkpoint_gib, tr("keeping checkpoints"))
 
     def take_over(self, trainer: Any) -> None:
         """Replace the trainer's validation and its printing by the course's; note the checksums of its weights."""
@@ -217,8 +217,8 @@ class CourseCallback(TrainerCallback):
             control.should_save = False
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        PartialState().wait_for_everyone()
-        if state.is_world_process_zero:
+        distributed.barrier()
+        if self.sync:
             self.sync.take(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def planned_steps(self) -> int:
@@ -429,8 +429,12 @@ def _result_of(trainer: Any, callback: CourseCallback, loads_best: bool) -> Trai
 def _count_changed(before: model.Checksums, after: model.Checksums) -> tuple[int, int]:
     """How many weights of the adapter, and of the base, have changed in any process."""
     changed = [name for name in before if before[name] != after[name]]
-    names = set[str]().union(*distributed.gather(changed))  # each process may hold other shards
-    trained = sum(before[name][0] for name in names)  # (is trained, checksum)
+    in_each_process = distributed.gather(changed)  # each may hold other shards
+    names = set[str]().union(*in_each_process)
+    trained = 0
+    for name in names:
+        is_trained, _ = before[name]
+        trained += is_trained
     return trained, len(names) - trained
 
 

@@ -109,7 +109,10 @@ class WholeCheckpoints(SharedSteps):
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         folder = Path(output_dir)
-        state = _fsdp_state(self) if strategy() == "fsdp" else _zero_state(self)
+        if strategy() == "fsdp":  # a copy: the optimizer goes on with its own
+            state = tree_map_only(DTensor, lambda moment: moment.full_tensor().cpu(), self.optimizer.state_dict())
+        else:
+            state = _zero_state(self)
         if self.args.should_save:
             torch.save(state, folder / OPTIMIZER)
             schedule = self.lr_scheduler.state_dict()
@@ -218,17 +221,8 @@ def shard(value: Any, weight: Any) -> Any:
     return distribute_tensor(value, weight.device_mesh, weight.placements)
 
 
-def _fsdp_state(trainer: Any) -> dict[str, Any]:
-    """The optimizer's state dict, of whole weights."""
-    # a copy: the optimizer goes on with its own
-    whole: dict[str, Any] = tree_map_only(
-        DTensor, lambda moment: moment.full_tensor().cpu(), trainer.optimizer.state_dict()
-    )
-    return whole
-
-
 def _zero_state(trainer: Any) -> dict[str, Any]:
-    """The same of DeepSpeed's optimizer."""
+    """The state dict of DeepSpeed's optimizer, of whole weights."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     inner = trainer.model_wrapped.optimizer.optimizer
@@ -249,8 +243,9 @@ def _zero_state(trainer: Any) -> dict[str, Any]:
 def _load_fsdp_state(trainer: Any, stored: dict[str, Any]) -> None:
     weights = list(_trained(trainer.model).values())
     for number, state in stored["state"].items():
+        weight = weights[number]
         for key in MOMENTS:
-            state[key] = shard(state[key], weights[number])
+            state[key] = shard(state[key], weight)
     trainer.optimizer.load_state_dict(stored)
 
 

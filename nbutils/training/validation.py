@@ -20,7 +20,7 @@ from nbutils import distributed
 from nbutils.checkpoints import STATE
 from nbutils.errors import CourseError
 from nbutils.language import tr
-from nbutils.tracking import Log, validation_history
+from nbutils.tracking import validation_history
 from nbutils.training import model
 from nbutils.training.sharding import mix_in
 
@@ -66,7 +66,11 @@ def token_mean_loss(trainer: Any, rows: Any) -> float:
             batch = batches[number % len(batches)]
             collated = trainer.data_collator([rows[row] for row in batch])
             inputs = trainer._prepare_inputs(collated)
-            loss = trainer.compute_loss(wrapped, inputs, num_items_in_batch=torch.tensor(tokens))
+            loss = trainer.compute_loss(
+                wrapped,
+                inputs,
+                num_items_in_batch=torch.tensor(tokens),
+            )
             if number < len(batches):  # else repeated uncounted, because all processes gather
                 total += loss
     total = trainer.accelerator.reduce(total, "sum")
@@ -122,7 +126,13 @@ def continue_validation(trainer: Any) -> None:
     state = trainer.state
     if not trainer.eval_dataset:
         return
-    _require_same_rows(state.log_history, len(trainer.eval_dataset))
+    rows = len(trainer.eval_dataset)
+    earlier = next((entry["eval_rows"] for entry in state.log_history if "eval_rows" in entry), rows)
+    if earlier != rows:  # the losses would not compare
+        raise CourseError(
+            tr("This training was validated on {earlier} rows, and would be on {rows}.", earlier=earlier, rows=rows),
+            todo=tr('Set SET = "course.validation_rows={earlier}", or choose another RUN_NAME.', earlier=earlier),
+        )
     step = state.global_step
     is_due = step % state.eval_steps == 0 or step >= state.max_steps
     trainer.args.eval_on_start = is_due and step not in dict(validation_history(state.log_history))
@@ -131,16 +141,6 @@ def continue_validation(trainer: Any) -> None:
             callback.early_stopping_patience_counter = evaluations_since_best(state)
             # a checkpoint without early stopping knows nothing of it, and the trainer would fail at its next save
             state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
-
-
-def _require_same_rows(log_history: Log, rows: int) -> None:
-    """Refuse to validate on another number of rows than before: the losses would not compare."""
-    earlier = next((entry["eval_rows"] for entry in log_history if "eval_rows" in entry), rows)
-    if earlier != rows:
-        raise CourseError(
-            tr("This training was validated on {earlier} rows, and would be on {rows}.", earlier=earlier, rows=rows),
-            todo=tr('Set SET = "course.validation_rows={earlier}", or choose another RUN_NAME.', earlier=earlier),
-        )
 
 
 def steps_left(trainer: Any, checkpoint: Path, patience: int) -> int:
