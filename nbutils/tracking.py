@@ -61,7 +61,6 @@ def report_to(sft: SFT, scratch: Path) -> list[str]:
         return []
     logs = make_folder(scratch / "logs", tr("logs"))
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
-    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{logs / 'mlflow.db'}")
     trackers = {}  # each with how it is shown
     excepthook = sys.excepthook
     for name in names:
@@ -185,7 +184,7 @@ def read_history(path: Path, key: str = "") -> Log:
 
 def best_of(validation: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
     """The step with the lowest finite loss."""
-    finite = [(step, loss) for step, loss in validation if math.isfinite(loss)]
+    finite = [point for point in validation if math.isfinite(point[1])]
     return min(finite, key=lambda point: point[1], default=None)
 
 
@@ -264,14 +263,12 @@ def money(amounts: dict[str, float]) -> str:
 def rent(gpu: hardware.GPU | None, platform: str) -> dict[str, float]:
     """The price of an hour by currency, as `plan` knows it; empty where it is free or not known."""
     price = gpus.hourly_price(gpu)
-    rent: dict[str, float] = {}
-    if platform in NO_RENT:
-        return rent
-    if price.yuan and platform in (*YUAN, "local"):
-        rent["¥"] = price.yuan
-    if price.dollars and platform not in YUAN:
-        rent["$"] = price.dollars
-    return rent
+    prices = {"¥": price.yuan, "$": price.dollars}
+    if platform in YUAN:
+        del prices["$"]
+    elif platform != "local":
+        del prices["¥"]
+    return {sign: hourly for sign, hourly in prices.items() if hourly and platform not in NO_RENT}
 
 
 class LiveNumbers:
@@ -354,7 +351,7 @@ class LiveNumbers:
         validation = validation_history(state.log_history)
         left = None
         done = state.global_step - self.start_step
-        if kind == "training" and done:
+        if done:
             left = self.seconds / done * (state.max_steps - state.global_step)
         return Progress(
             state=kind,

@@ -303,7 +303,6 @@ def test_padded_batches_use_torchs_ordinary_attention_and_what_the_kernel_lacks_
 
 
 TRACKERS = ("WANDB_MODE", "WANDB_SILENT", "WANDB_CONSOLE", "WANDB_API_KEY", "TENSORBOARD_LOGGING_DIR")
-TRACKERS += ("MLFLOW_TRACKING_URI",)
 
 
 @pytest.fixture
@@ -321,16 +320,11 @@ def report_to(scratch: Path, chosen: Any = None) -> list[str]:
 
 
 @pytest.mark.usefixtures("no_trackers")
-def test_a_profile_names_any_tracker_of_transformers_and_its_files_go_to_the_run_folder(
-    tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_profile_names_any_tracker_of_transformers(tmp_path: Path, capsys: Any) -> None:
     assert report_to(tmp_path, "none") == report_to(tmp_path, []) == [] and capsys.readouterr().out == ""
     assert report_to(tmp_path, "tensorboard") == ["tensorboard"] and wandb.run is None
     assert "wandb" not in capsys.readouterr().out
-    assert str(tmp_path / "logs") in os.environ["MLFLOW_TRACKING_URI"]
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://mine")
     assert report_to(tmp_path, ["tensorboard", "comet_ml"]) == ["tensorboard", "comet_ml"]
-    assert os.environ["MLFLOW_TRACKING_URI"] == "https://mine"
 
 
 @pytest.mark.usefixtures("no_trackers")

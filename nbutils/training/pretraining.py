@@ -58,14 +58,12 @@ class Texts:
         self.bundled = not source
         self.limit = count if self.bundled and count else None  # documents
         self.seed = seed
-        self.read = 0  # documents of the last loop
-        self.left_out = 0  # rows without text
         self.source = source or str(BUNDLED)
         self.files = read.find_files(self.source, (*TEXT_FILES, *read.FORMATS))
 
     def __iter__(self) -> Iterator[str]:
-        self.read = 0
-        self.left_out = 0
+        self.read = 0  # documents of this loop
+        self.left_out = 0  # rows without text
         for text in islice(self._documents(), self.limit):
             self.read += 1
             yield text
@@ -142,12 +140,7 @@ def require_sizes(width: int, depth: int, vocab_size: int) -> None:
     if not width or width % WIDTH_STEP or not depth or vocab_size < SMALLEST_VOCABULARY:
         raise CourseError(
             tr("WIDTH is {width}, DEPTH {depth} and VOCAB {size}.", width=width, depth=depth, size=vocab_size),
-            todo=tr(
-                "WIDTH must be a multiple of {multiple}, DEPTH at least 1, VOCAB at least {smallest}, as 128, 2 and "
-                "2048 are.",
-                multiple=WIDTH_STEP,
-                smallest=SMALLEST_VOCABULARY,
-            ),
+            todo=tr("WIDTH must be a multiple of 128, DEPTH at least 1, VOCAB at least 512, as 128, 2 and 2048 are."),
         )
 
 
@@ -182,8 +175,7 @@ class TokenRows:
             length=self.length,
             held=len(self.eval),
         )
-        if self.card.left_out:
-            count = self.card.left_out
+        if count := self.card.left_out:
             text += "\n" + tr("[WARN] {count:,} rows were left out: broken, or without a column `text`", count=count)
         return text
 

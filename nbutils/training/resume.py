@@ -104,11 +104,10 @@ def _set_later_aside(keep: Path, step: int) -> None:
     """Rename the checkpoints after a step, so that nothing takes them for those of this training."""
     for later in checkpoints.look(keep):
         archive = later.archive
-        if later.step <= step or not archive.exists():
-            continue
-        print(tr("The checkpoint of step {step} is set aside: {file}.aside", step=later.step, file=archive))
-        for path in (archive.with_suffix(".json"), archive):  # an archive alone does not count
-            path.replace(f"{path}.aside")
+        if later.step > step and archive.exists():
+            print(tr("The checkpoint of step {step} is set aside: {file}.aside", step=later.step, file=archive))
+            for path in (archive.with_suffix(".json"), archive):  # an archive alone does not count
+                path.replace(f"{path}.aside")
 
 
 def bring_best(newest: Path, keep: Path, fingerprint: dict[str, Any], stores: list[Path]) -> None:
@@ -134,9 +133,9 @@ def bring_best(newest: Path, keep: Path, fingerprint: dict[str, Any], stores: li
     files.write_json(file, state)
 
 
-def seconds_until(checkpoint: Path | None) -> float:
+def seconds_until(checkpoint: Path) -> float:
     """How long the sessions before a checkpoint trained."""
-    log = read_history(checkpoint / checkpoints.STATE, "log_history") if checkpoint else []
+    log = read_history(checkpoint / checkpoints.STATE, "log_history")
     return float(log[-1].get("train_seconds", 0.0)) if log else 0.0
 
 

@@ -364,7 +364,7 @@ def _train_session(trainer: Any, callback: CourseCallback, resume: str) -> None:
         print(tr("starting at step 0"))
     else:
         checkpoint = distributed.send_folder(callback.scratch / "trainer", checkpoint.name)
-    callback.earlier_seconds = resuming.seconds_until(checkpoint)
+        callback.earlier_seconds = resuming.seconds_until(checkpoint)
     callback.first_step = checkpoints.step_of(checkpoint)
     callback.live.begin(callback.first_step)
     with callback.live.reported(trainer):
@@ -431,11 +431,8 @@ def _count_changed(before: model.Checksums, after: model.Checksums) -> tuple[int
     changed = [name for name in before if before[name] != after[name]]
     in_each_process = distributed.gather(changed)  # each may hold other shards
     names = set[str]().union(*in_each_process)
-    trained = 0
-    for name in names:
-        is_trained, _ = before[name]
-        trained += is_trained
-    return trained, len(names) - trained
+    trained = [name for name in names if before[name][0]]
+    return len(trained), len(names) - len(trained)
 
 
 def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
