@@ -197,7 +197,7 @@ def write_history(log_history: Log, path: Path) -> None:
     write_json(path, points)
 
 
-class Progress(BaseModel, frozen=True):
+class Progress(BaseModel):
     """How far a training is."""
 
     state: State

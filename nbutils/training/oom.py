@@ -140,7 +140,7 @@ def apply_settings(trainer: Any, new: StepSettings) -> None:
     """Give a trainer whose training broke off new settings; its next `train` builds all that depends on them."""
     trainer.optimizer = trainer.lr_scheduler = None  # made again and loaded from the checkpoint
     trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
-    if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
+    if scaler := getattr(trainer.accelerator, "scaler", None):
         scaler._per_optimizer_states.clear()  # it would refuse to unscale a second time
     args = trainer.args
     recomputes_now = new.gradient_checkpointing and not args.gradient_checkpointing

@@ -59,7 +59,8 @@ class Texts:
         self.limit = count if self.bundled and count else None  # documents
         self.seed = seed
         self.source = source or str(BUNDLED)
-        self.files = read.find_files(self.source, (*TEXT_FILES, *read.FORMATS))
+        formats = (*TEXT_FILES, *read.FORMATS)
+        self.files = read.find_files(self.source, formats)
 
     def __iter__(self) -> Iterator[str]:
         self.read = 0  # documents of this loop
@@ -144,7 +145,7 @@ def require_sizes(width: int, depth: int, vocab_size: int) -> None:
         )
 
 
-class Card(BaseModel, frozen=True):
+class Card(BaseModel):
     """What the rows hold."""
 
     documents: int
@@ -153,7 +154,7 @@ class Card(BaseModel, frozen=True):
     fingerprint: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenRows:
     """The text as rows of tokens for SFTTrainer, some of them held out."""
 
@@ -272,7 +273,7 @@ class PretrainingCallback(CourseCallback):
         self.take_over(trainer)
         disable_progress_bar()  # of every saved checkpoint
         logging.getLogger("transformers.trainer").setLevel(logging.ERROR)  # tied weights are stored once, as meant
-        rows: TokenRows = self.dataset
+        rows = self.dataset
         shape = shape_of(trainer.model.config).model_dump()
         self.fingerprint = run_fingerprint(self.profile, shape, rows.card.fingerprint, trainer.args.seed)
         return tr("{tokens:,} tokens to train on", tokens=len(rows.train) * rows.length)

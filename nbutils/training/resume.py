@@ -57,10 +57,9 @@ def resume_point(run: RunFolder, folders: platforms.Folders, fingerprint: dict[s
     newest = checkpoints.newest_verified(stores, fingerprint, step)
     if newest is None:
         return None
-    text = tr("continuing from step {step}, kept in {folder}", step=newest.step, folder=newest.archive.parent)
+    print(tr("continuing from step {step}, kept in {folder}", step=newest.step, folder=newest.archive.parent))
     if folders.is_attached(newest.archive):
-        text += tr(", which is attached: go on only if it is yours")
-    print(text)
+        print(tr("[WARN] That folder is attached: go on only if it is yours."))
     folder = _unpack(newest, keep, scratch / "trainer")
     if step is not None:
         _begin_anew(keep)

@@ -154,7 +154,11 @@ class CourseCallback(TrainerCallback):
         self.checkpoint_gib = size / files.GIB
         count = trainer.args.save_total_limit + 2  # the best is kept too, and a new one comes before the oldest goes
         output = Path(trainer.args.output_dir)
-        require_disk(output, count * self.checkpoint_gib, tr("writing checkpoints"))
+        require_disk(
+            output,
+            count * self.checkpoint_gib,
+            tr("writing checkpoints"),
+        )
         keep = self.run.checkpoints
         missing = max(count - len(checkpoints.look(keep)), 1)
         require_disk(keep, missing * self.checkpoint_gib, tr("keeping checkpoints"))
@@ -227,7 +231,7 @@ class CourseCallback(TrainerCallback):
         return state.global_step if validation.stopped_early(state, self.patience) else state.max_steps
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingResult:
     """The outcome of `train`: its loss curves, what it took, and the step whose weights are kept."""
 
@@ -431,8 +435,11 @@ def _count_changed(before: model.Checksums, after: model.Checksums) -> tuple[int
     changed = [name for name in before if before[name] != after[name]]
     in_each_process = distributed.gather(changed)  # each may hold other shards
     names = set[str]().union(*in_each_process)
-    trained = [name for name in names if before[name][0]]
-    return len(trained), len(names) - len(trained)
+    trained = 0
+    for name in names:
+        is_trained, _ = before[name]
+        trained += is_trained
+    return trained, len(names) - trained
 
 
 def save_adapter(result: TrainingResult, tokenizer: Any) -> None:

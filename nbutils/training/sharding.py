@@ -6,7 +6,6 @@ optimizer's states of whole weights. So any engine continues it, with any number
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,12 @@ def use_engine(trainer: Any) -> None:
     """Let the trainer take the steps of one process and leave its checkpoints, and keep its adapter in float32."""
     if not strategy() or isinstance(trainer, SharedSteps):
         return
-    mixin = SharedSteps if strategy() == "ddp" else WholeCheckpoints
-    if mixin is WholeCheckpoints and not hasattr(trainer, "_prepare_for_training"):
+    if strategy() != "ddp" and not hasattr(trainer, "_prepare_for_training"):
         raise CourseError(
             tr("This version of transformers writes no checkpoints that any engine continues."),
             todo=tr("Install 5.6 or newer (pip install -U transformers), or use DDP (torchrun)."),
         )
-    mix_in(trainer, mixin)
+    mix_in(trainer, SharedSteps if strategy() == "ddp" else WholeCheckpoints)
     trainer.add_empty_rows()
     if strategy() == "fsdp":
         from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -152,9 +150,7 @@ def local_shard(weight: Any) -> Any:
     if strategy() != "fsdp":
         return weight
     shards = weight.chunk(world_size())
-    if rank() < len(shards):
-        return shards[rank()]
-    return weight[:0]
+    return shards[rank()] if rank() < len(shards) else weight[:0]
 
 
 def _trained(model: Any) -> dict[str, Any]:
@@ -282,17 +278,18 @@ def _of_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:
 
 def convert_optimizer_file(checkpoint: Path, optimizer: str) -> None:
     """Rewrite the optimizer's states of an unpacked checkpoint where another kind of AdamW is to continue it."""
-    path = checkpoint / OPTIMIZER
-    wants_bnb = "8bit" in optimizer or "paged" in optimizer
-    stored = torch.load(path, weights_only=True, map_location="cpu", mmap=True)  # most often only looked at
-    states = stored["state"]
-    is_bnb = any("exp_avg" not in state for state in states.values())
-    if states and is_bnb != wants_bnb and local_rank() == 0:
-        convert = _as_bnb if wants_bnb else _as_torch
-        states = {number: convert(state) for number, state in states.items()}
-        converted = path.with_suffix(".converted")
-        torch.save(stored | {"state": states}, converted)
-        os.replace(converted, path)
+    if local_rank() == 0:
+        path = checkpoint / OPTIMIZER
+        stored = torch.load(path, weights_only=True, map_location="cpu")
+        states = stored["state"]
+        wants_bnb = "8bit" in optimizer or "paged" in optimizer
+        is_bnb = any("exp_avg" not in state for state in states.values())
+        if states and is_bnb != wants_bnb:
+            convert = _as_bnb if wants_bnb else _as_torch
+            converted = {number: convert(state) for number, state in states.items()}
+            partial = path.with_suffix(".converted")  # another machine may read the file now, on a disk that both share
+            torch.save(stored | {"state": converted}, partial)
+            partial.replace(path)
     barrier()
 
 

@@ -9,7 +9,6 @@ processes load the best weights together, because they may have shards of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ def token_mean_loss(trainer: Any, rows: Any) -> float:
     return float(total) / args.world_size
 
 
-def _batches(trainer: Any, lengths: Sequence[int]) -> list[list[int]]:
+def _batches(trainer: Any, lengths: list[int]) -> list[list[int]]:
     """Numbers of rows to be laid end to end: in order, with about the tokens of a micro-batch in the training."""
     args = trainer.args
     row_tokens = args.max_length
