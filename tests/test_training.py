@@ -108,7 +108,9 @@ def one_step(model: Any, recompute: bool) -> tuple[torch.Tensor, dict[str, torch
     ids = torch.randint(2, 100, (2, 17), generator=torch.Generator().manual_seed(3)).to(model.device)
     out = model(input_ids=ids, labels=ids, use_cache=False)
     out.loss.backward()
-    return out.logits.detach(), {key: one.grad.clone() for key, one in model.named_parameters() if one.grad is not None}
+    return out.logits.detach(), {
+        key: weight.grad.clone() for key, weight in model.named_parameters() if weight.grad is not None
+    }
 
 
 def tiny(**options: Any) -> Any:
@@ -126,7 +128,7 @@ def model_with(what: str) -> Any:
         if what == "unknown MLP":
             layer.mlp.__class__ = clamped
         elif what == "hook on the MLP":
-            layer.mlp.register_forward_hook(lambda module, given, out: out * out)
+            layer.mlp.register_forward_hook(lambda module, inputs, out: out * out)
     if what == "unknown quantization":
         base.model.layers[0].mlp.up_proj.__class__ = type("EightBit", (nn.Linear,), {})
     return base
@@ -158,8 +160,8 @@ def test_four_bit_weights_stay_as_training_reads_them(first: str) -> None:
 def test_outputs_and_gradients_are_pefts(what: str, layers: int | None, recompute: bool) -> None:
     model = adapted(model_with(what), lora_dropout=0.3 if what == "dropout" else 0.0)
     logits, grads = one_step(model, recompute)
-    found = lora.patch_model(model, fused=False)
-    assert found == lora.patch_model(model, fused=False) == (layers or 7 * model.config.num_hidden_layers)
+    fused = lora.patch_model(model, fused=False)
+    assert fused == lora.patch_model(model, fused=False) == (layers or 7 * model.config.num_hidden_layers)
     fused_logits, fused_grads = one_step(model, recompute)
     torch.testing.assert_close(fused_logits, logits, rtol=1e-4, atol=1e-4)
     assert set(fused_grads) == set(grads) and grads
@@ -190,7 +192,7 @@ def test_16_bits_are_as_exact_as_pefts_and_a_recomputed_layer_skips_its_last_pro
     model, product, recomputed = adapted(random_model()), lora._product, []
     backward = lambda: torch._C._current_graph_task_id() != -1  # noqa: E731
     lora.patch_model(model, fused=False)
-    monkeypatch.setattr(lora, "_product", lambda *given: recomputed.append(backward()) or product(*given))
+    monkeypatch.setattr(lora, "_product", lambda *operands: recomputed.append(backward()) or product(*operands))
     one_step(model, recompute=True)
     assert recomputed.count(False) == 21 and recomputed.count(True) == 18
     assert type(random_model("glm4").model.layers[0]).__name__ not in lora.ENDS_WITH_MLP  # a norm follows its MLP
@@ -221,7 +223,7 @@ def test_checksums_see_one_changed_weight_and_two_swapped_ones() -> None:
     with torch.no_grad():
         model.weight[3, 3] += 1e-3
         model.bias[[0, 1]] = model.bias[[1, 0]]
-    assert all(one != before[name] for name, one in lora.weight_checksums(model).items())
+    assert all(checksum != before[name] for name, checksum in lora.weight_checksums(model).items())
 
 
 def test_dtypes_are_counted_and_adapters_cast_to_float32(tmp_path: Path) -> None:
@@ -259,7 +261,7 @@ def varlen_kernel(*flat: torch.Tensor, **rest: Any) -> torch.Tensor:
     out, group, left = torch.zeros_like(query), query.shape[1] // key.shape[1], rest["window_size"][0]
     for start, end in zip(edges.tolist()[:-1], edges.tolist()[1:], strict=True):
         q = query[start:end].transpose(0, 1)
-        k, v = (one[start:end].transpose(0, 1).repeat_interleave(group, dim=0) for one in (key, value))
+        k, v = (states[start:end].transpose(0, 1).repeat_interleave(group, dim=0) for states in (key, value))
         distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None]
         hidden = (distance < 0) | ((distance > left) & (left >= 0))
         scores = (q @ k.transpose(1, 2) * rest["scale"]).masked_fill(hidden, float("-inf"))
@@ -685,10 +687,10 @@ class Diary(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.seen = []
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         assert state.global_step not in self.steps, "no step is done twice"
-        self.steps[state.global_step] = ([*self.seen], given["lr_scheduler"].get_last_lr()[0])
-        self.weights[state.global_step] = full_weights(given["model"])
+        self.steps[state.global_step] = ([*self.seen], parts["lr_scheduler"].get_last_lr()[0])
+        self.weights[state.global_step] = full_weights(parts["model"])
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.saved.append(state.global_step)
@@ -960,7 +962,7 @@ def test_a_resumed_run_saves_and_logs_as_the_arguments_of_today_say(demo: Any, c
 def test_a_resumed_run_counts_the_time_of_all_sessions(demo: Any) -> None:
     trainer, callback = start(demo, 9, every=4)
     interrupt_at(callback, 3)
-    [entry] = [one for one in trainer.state.log_history if one.get("step") == 3 and "loss" in one]
+    [entry] = [entry for entry in trainer.state.log_history if entry.get("step") == 3 and "loss" in entry]
     assert entry["train_seconds"] > 0
     trainer, callback = start(demo, 9, every=4)
     callback.live.price = {"¥": 3600.0}
@@ -1054,9 +1056,9 @@ def raise_once(owner: Any, name: str, after: bool = False, when: Any = lambda: T
     """Let a method run out of memory the first time (or at these calls), before or after it did its work."""
     method, numbers, raised = getattr(owner, name), count(1), []
 
-    def failing(*given: Any, **named: Any) -> Any:
+    def failing(*args: Any, **named: Any) -> Any:
         now = when() and next(numbers) in calls
-        result = method(*given, **named) if after or not now else None
+        result = method(*args, **named) if after or not now else None
         if now:
             raised.append(1)
             raise torch.OutOfMemoryError(OOM)
@@ -1086,7 +1088,9 @@ def test_a_training_goes_on_from_its_last_step(tmp_path: Path, whole: Any, calls
     oom.train_within_memory(trainer, lesson.run.path, None)
     assert_same(trainer, whole)
     assert batch_of(trainer) == reached and trainer._train_batch_size == reached[0]
-    changes = [(one["step"], one["from"]["per_device_train_batch_size"]) for one in oom.oom_changes(lesson.run.path)]
+    changes = [
+        (change["step"], change["from"]["per_device_train_batch_size"]) for change in oom.oom_changes(lesson.run.path)
+    ]
     assert changes == [*zip(steps, (4, 2), strict=False)]
     assert taken == ["checkpoint-3", "checkpoint-6", "checkpoint-7"]
     with refused("This trainer has trained before, and would mix two"):
@@ -1181,7 +1185,7 @@ def test_the_loss_scale_of_float16_goes_on(tmp_path: Path) -> None:
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             if state.global_step == 0:
-                next(one for one in model.parameters() if one.requires_grad).grad.fill_(float("inf"))
+                next(weight for weight in model.parameters() if weight.requires_grad).grad.fill_(float("inf"))
 
     trainers = []
     for name in ("undisturbed", "disturbed"):
