@@ -117,12 +117,12 @@ class Trained:
 def _failure(run: RunFolder) -> str:
     """How the newest training of a run failed or died; empty if it did not."""
     try:
-        last = watch.find_training(str(run.path))
+        _, progress = watch.find_training(str(run.path))
     except CourseError:  # no training here yet
         return ""
-    if last.state not in ("failed", "died"):
+    if watch.state_of(progress) not in ("failed", "died"):
         return ""
-    return " ".join([last.state_text(), *last.progress.notes[-1:]])
+    return " ".join([watch.describe_state(progress), *progress.notes[-1:]])
 
 
 def _in_the_loss(run: Trained) -> Faults:

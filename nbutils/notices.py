@@ -317,7 +317,9 @@ def _why_on(keep_on: Path, safe: bool = True) -> str:
         return tr("Not powered off: the file {file} was there.", file=keep_on)
     folders = platforms.folders(platform)
     for run, training in trainings(folders.scratch, folders.keep).items():
-        if training.trains_here and training.pid != os.getppid():  # the parent of the watcher is the work that ended
+        if (
+            training.is_here and training.trains and training.pid != os.getppid()
+        ):  # the parent of the watcher is the work that ended
             return tr("Not powered off: run {run} is training on this machine.", run=run)
     return ""
 

@@ -5,7 +5,6 @@ Never a prompt, never a lost run. `LiveNumbers` also writes what it shows to `pr
 
 from __future__ import annotations
 
-import importlib
 import io
 import math
 import os
@@ -25,7 +24,6 @@ from pydantic import BaseModel, FiniteFloat, TypeAdapter, ValidationError
 
 from nbutils import display, distributed, hardware, install, platforms
 from nbutils.config import SFT
-from nbutils.errors import CourseError
 from nbutils.files import fs_root, make_folder, read_json, read_object, write_json
 from nbutils.language import joined, tr
 from nbutils.masking import mask_secrets
@@ -35,12 +33,12 @@ from nbutils.record import reading
 YUAN = ("autodl", "pai_dsw", "modelscope", "featurize", "gpushare", "matpool")
 NO_RENT = ("colab", "kaggle", "studio_lab")  # free, or paid in units without a price per hour
 SHORTEST, LONGEST = 5.0, 300.0  # seconds between two lines, which become rarer
+SILENT = 600.0  # seconds without an update after which a training on another machine is taken for dead
 PROGRESS = "progress.json"  # in the logs, written every SHORTEST seconds
 PANEL = "root/tf-logs"  # the folder that AutoDL's TensorBoard shows
 PROJECT = "finetune-course"
 USUAL = ("tensorboard", "wandb", "swanlab")  # unless a profile names others
 SWANLAB = "swanlab>=0.10"  # earlier ones have other names for the settings
-Clock = Callable[[], float]
 Curve = list[tuple[int, float]]  # (step, loss)
 POINTS = TypeAdapter(list[tuple[float, float]])
 Log = Sequence[dict[str, Any]]  # of a trainer
@@ -56,90 +54,73 @@ def report_to(sft: SFT, scratch: Path) -> list[str]:
     Example:
         SFTConfig(report_to=report_to(profile.sft, lesson.scratch))
     """
-    chosen = (sft.model_extra or {}).get("report_to")
-    names = USUAL if chosen is None else chosen
+    names = getattr(sft, "report_to", USUAL)
     if isinstance(names, str):
         names = [names]
     if not distributed.is_main() or names in ([], ["none"]):
         return []
     logs = make_folder(scratch / "logs", tr("logs"))
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
-    os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{logs / 'mlflow.db'}")
-    modes = dict.fromkeys(names, "")
+    trackers = {}  # each with how it is shown
     excepthook = sys.excepthook
-    if "wandb" in modes:
-        modes["wandb"] = _begin_wandb(logs, scratch.name)
-    if "swanlab" in modes:
-        modes["swanlab"] = _begin_swanlab(logs, scratch.name)
-        if not modes["swanlab"]:
-            del modes["swanlab"]
+    for name in names:
+        if name == "wandb":
+            trackers[name] = _begin_wandb(logs, scratch.name)
+        elif name != "swanlab":
+            trackers[name] = name
+        elif mode := _begin_swanlab(logs, scratch.name):
+            trackers[name] = mode
     sys.excepthook = excepthook
-    texts = [f"{name} {mode}".strip() for name, mode in modes.items()]
-    print(display.pad(tr("logs"), 10) + joined(texts, ";"))
-    if "tensorboard" in modes:
+    print(display.pad(tr("logs"), 10) + joined(trackers.values(), ";"))
+    if "tensorboard" in trackers:
         print(" " * 10 + how_to_open(logs / "tensorboard", scratch.name, platforms.detect().name))
-    return list(modes)
+    return list(trackers)
 
 
 def _begin_wandb(logs: Path, run: str) -> str:
-    """Start a W&B run, online with a key; how."""
+    """Start a W&B run; how."""
     import wandb
 
     os.environ |= {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
     with redirect_stderr(io.StringIO()):  # it is silent only once it has looked for the name of this notebook
         wandb.setup()
     wandb.finish()  # of an earlier run of this cell
-    online = False
-    if key := platforms.secret("WANDB_API_KEY"):
-        os.environ["WANDB_API_KEY"] = key
-        online = os.environ.get("WANDB_MODE", "online") == "online"
-    init = partial(
-        wandb.init,
-        project=os.environ.get("WANDB_PROJECT", PROJECT),
-        name=run,
-        dir=logs,
-        settings=wandb.Settings(init_timeout=30),
-    )
-    return _start_tracker(init, online)
-
-
-def _start_tracker(init: Callable[..., object], online: bool) -> str:
-    """Start a run of a tracker, offline where it cannot be online; how."""
-    reason = tr("offline: there is no key, or its mode is offline")
-    if online:
-        try:
-            init(mode="online")
-            return tr("online")
-        except Exception as problem:  # a refused key, a dead network: neither may cost the training
-            reason = mask_secrets(tr("offline: {problem}", problem=repr(problem)))[:130]
-    init(mode="offline")
-    return reason
+    project = os.environ.get("WANDB_PROJECT", PROJECT)
+    settings = wandb.Settings(init_timeout=30)
+    return _start_tracker("wandb", partial(wandb.init, project=project, name=run, dir=logs, settings=settings))
 
 
 def _begin_swanlab(logs: Path, run: str) -> str:
     """Start a SwanLab run if there is a SWANLAB_API_KEY, or SWANLAB_MODE is offline; how, or empty."""
-    key = platforms.secret("SWANLAB_API_KEY")
     mode = os.environ.get("SWANLAB_MODE", "online")
-    if mode != "offline" and (not key or mode == "disabled"):
+    if mode == "disabled" or (mode != "offline" and not platforms.secret("SWANLAB_API_KEY")):
         return ""
     os.environ |= {"SWANLAB_INTERACTIVE": "false", "SWANLAB_TERMINAL_PROXY_TYPE": "none"}
     if install.unsatisfied([SWANLAB]):
-        print(tr("Installing for the logs: {package}", package=SWANLAB), flush=True)
-        try:
-            install.pip_install([SWANLAB])
-            importlib.invalidate_caches()
-        except CourseError as problem:
-            print(f"[WARN] SwanLab: {problem}")
-            return ""
+        print(tr("[WARN] SwanLab is not used: it is not installed (pip install '{package}').", package=SWANLAB))
+        return ""
     import swanlab
 
     if swanlab.has_run():  # of an earlier run of this cell
         swanlab.finish()
-    if key:
-        os.environ["SWANLAB_API_KEY"] = key
     project = os.environ.get("SWANLAB_PROJ_NAME", PROJECT)
-    init = partial(swanlab.init, project=project, name=run, log_dir=str(logs / "swanlab"))
-    return _start_tracker(init, online=bool(key) and mode != "offline")
+    return _start_tracker("swanlab", partial(swanlab.init, project=project, name=run, log_dir=str(logs / "swanlab")))
+
+
+def _start_tracker(name: str, init: Callable[..., object]) -> str:
+    """Start a run of a tracker, online with its key and offline where that cannot be; how."""
+    variable = name.upper()
+    key = platforms.secret(f"{variable}_API_KEY")
+    reason = tr("there is no key, or its mode is offline")
+    if key and os.environ.get(f"{variable}_MODE", "online") == "online":
+        os.environ[f"{variable}_API_KEY"] = key
+        try:
+            init(mode="online")
+            return tr("{name} online", name=name)
+        except Exception as problem:  # a refused key, a dead network: neither may cost the training
+            reason = mask_secrets(repr(problem))[:130]
+    init(mode="offline")
+    return tr("{name} offline: {reason}", name=name, reason=reason)
 
 
 def how_to_open(logs: Path, run: str, platform: str) -> str:
@@ -152,12 +133,15 @@ def how_to_open(logs: Path, run: str, platform: str) -> str:
             link.symlink_to(logs)
             return tr("TensorBoard: AutoPanel on AutoDL's page, run {run}", run=run)
     if platform == "colab":
-        magic = f"%load_ext tensorboard\n          %tensorboard --logdir {logs}"
-        return tr("TensorBoard: run this in a cell before the training\n          {magic}", magic=magic)
+        return tr(
+            "TensorBoard: run this in a cell before the training\n          %load_ext tensorboard\n          "
+            "%tensorboard --logdir {logs}",
+            logs=logs,
+        )
     return tr(
-        "TensorBoard: {command}\n          then http://127.0.0.1:6006; on a remote machine first {ssh}",
-        command=f"tensorboard --logdir {logs} --port 6006",
-        ssh="ssh -L 6006:127.0.0.1:6006 USER@HOST",
+        "TensorBoard: tensorboard --logdir {logs} --port 6006\n          then http://127.0.0.1:6006; on a remote "
+        "machine first ssh -L 6006:127.0.0.1:6006 USER@HOST",
+        logs=logs,
     )
 
 
@@ -167,13 +151,13 @@ def end_trackers(logs: Path) -> None:
 
     if wandb.run is not None and wandb.run.offline:
         wandb.finish()
-        print(tr("W&B offline; upload it later: {command}", command=f"wandb sync {logs}/wandb/offline-*"))
+        print(tr("W&B offline; upload it later: wandb sync {logs}/wandb/offline-*", logs=logs))
     swanlab = sys.modules.get("swanlab")
     if swanlab and swanlab.has_run():
         is_offline = swanlab.get_run().mode == "offline"
         swanlab.finish()
         if is_offline:
-            print(tr("SwanLab offline; upload it later: {command}", command=f"swanlab sync {logs}/swanlab/run-*"))
+            print(tr("SwanLab offline; upload it later: swanlab sync {logs}/swanlab/run-*", logs=logs))
 
 
 def loss_history(log_history: Log) -> Curve:
@@ -200,7 +184,7 @@ def read_history(path: Path, key: str = "") -> Log:
 
 def best_of(validation: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
     """The step with the lowest finite loss."""
-    finite = [(step, loss) for step, loss in validation if math.isfinite(loss)]
+    finite = [point for point in validation if math.isfinite(point[1])]
     return min(finite, key=lambda point: point[1], default=None)
 
 
@@ -209,13 +193,11 @@ def write_history(log_history: Log, path: Path) -> None:
     curves = {"loss": loss_history(log_history), "eval_loss": validation_history(log_history)}
     points = []
     for name, curve in curves.items():
-        for step, loss in curve:
-            if math.isfinite(loss):
-                points.append({"step": step, name: loss})
+        points += [{"step": step, name: loss} for step, loss in curve if math.isfinite(loss)]
     write_json(path, points)
 
 
-class Progress(BaseModel, frozen=True):
+class Progress(BaseModel):
     """How far a training is."""
 
     state: State
@@ -226,7 +208,6 @@ class Progress(BaseModel, frozen=True):
     validation: tuple[int, float] | None = None
     tokens_per_second: float = 0.0
     peak_gib: float = 0.0  # of memory
-    gpu_percent: int | None = None
     cost: dict[str, float] = {}  # by currency
     notes: list[str] = []  # the newest lines
     host: str = socket.gethostname()
@@ -235,17 +216,26 @@ class Progress(BaseModel, frozen=True):
     updated: FiniteFloat = 0.0
 
     @property
-    def alive(self) -> bool:
-        """Whether its process is still there, on this machine."""
+    def age(self) -> float:
+        """Seconds since it was written."""
+        return max(time.time() - self.updated, 0.0)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its process is, or was, on this machine."""
+        return self.host == socket.gethostname()
+
+    @property
+    def trains(self) -> bool:
+        """Whether its process still trains; one of another machine counts as dead once it is silent for long."""
+        if self.state != "training":
+            return False
+        if not self.is_here:
+            return self.age < SILENT
         with suppress(psutil.Error, ValueError):
             process = psutil.Process(self.pid)
             return abs(process.create_time() - self.began) < 1 and process.status() != psutil.STATUS_ZOMBIE
         return False
-
-    @property
-    def trains_here(self) -> bool:
-        """Whether it is a training of this machine that goes on."""
-        return self.state == "training" and self.host == socket.gethostname() and self.alive
 
     def parts(self) -> dict[str, str]:
         """The numbers by name, as texts; what is not known is left out."""
@@ -258,11 +248,9 @@ class Progress(BaseModel, frozen=True):
         if self.tokens_per_second:
             parts["tokens/s"] = f"{self.tokens_per_second:,.0f}"
         parts["peak"] = f"{self.peak_gib:.2f} GiB"
-        if self.gpu_percent is not None:
-            parts["GPU"] = f"{self.gpu_percent} %"
         if self.cost:
             parts["cost"] = money(self.cost)
-        if self.left is not None:
+        if self.left is not None and self.trains:
             parts["time left"] = display.clock(self.left)
         return parts
 
@@ -272,26 +260,15 @@ def money(amounts: dict[str, float]) -> str:
     return tr(" or ").join(f"{sign}{amount:.2f}" for sign, amount in amounts.items())
 
 
-def gpu_percent() -> int | None:
-    """How busy this process's GPU was in the last second; None where the driver does not tell, as for a MIG slice."""
-    import torch
-
-    with suppress(Exception):  # the driver says many things
-        return torch.cuda.utilization()
-    return None
-
-
 def rent(gpu: hardware.GPU | None, platform: str) -> dict[str, float]:
     """The price of an hour by currency, as `plan` knows it; empty where it is free or not known."""
     price = gpus.hourly_price(gpu)
-    rent: dict[str, float] = {}
-    if platform in NO_RENT:
-        return rent
-    if price.yuan and platform in (*YUAN, "local"):
-        rent["¥"] = price.yuan
-    if price.dollars and platform not in YUAN:
-        rent["$"] = price.dollars
-    return rent
+    prices = {"¥": price.yuan, "$": price.dollars}
+    if platform in YUAN:
+        del prices["$"]
+    elif platform != "local":
+        del prices["¥"]
+    return {sign: hourly for sign, hourly in prices.items() if hourly and platform not in NO_RENT}
 
 
 class LiveNumbers:
@@ -300,26 +277,28 @@ class LiveNumbers:
     Its methods are called by the trainer's callback. The numbers go to `logs`, and in the end to `kept_logs` too.
     """
 
-    def __init__(self, logs: Path, kept_logs: Path, now: Clock = monotonic) -> None:
+    def __init__(self, logs: Path, kept_logs: Path) -> None:
         self.file = logs / PROGRESS
         self.kept_file = kept_logs / PROGRESS
-        self.now = now
         self.price = rent(hardware.gpu(), platforms.detect().name)
         self.output = display.LiveOutput()
         self.watched = display.watched()
         self.notes: deque[str] = deque(maxlen=3)  # the newest lines below the numbers of the panel
-        self.started: float | None = None
-        self.start_step = 0
-        self.shown_at = -math.inf
-        self.written_at = -math.inf
+        self.begin(step=0)
+        self.shown_at = 0.0
+        self.written_at = 0.0
         self.skipped = 0  # steps of float16 while it looks for its loss scale
         self.speed = 0.0  # tokens per second at the last log
-        self.process_began = psutil.Process().create_time()
+
+    def begin(self, step: int) -> None:
+        """Count from now, and from this step."""
+        self.started = monotonic()
+        self.start_step = step
 
     @property
     def seconds(self) -> float:
         """Since the training began."""
-        return 0.0 if self.started is None else self.now() - self.started
+        return monotonic() - self.started
 
     def note(self, line: str) -> None:
         """Show a line: in the panel, or below what was printed."""
@@ -329,9 +308,6 @@ class LiveNumbers:
 
     def on_train_begin(self, state: Any) -> None:
         """The training begins, or continues after it ran out of memory."""
-        if self.started is None:
-            self.started = self.now()
-            self.start_step = state.global_step
         first = state.global_step + 1
         self._show(
             state, tr("training · steps {first:,} to {last:,} · the first is slow", first=first, last=state.max_steps)
@@ -341,7 +317,7 @@ class LiveNumbers:
         """A step is done."""
         if getattr(optimizer, "step_was_skipped", False):
             self.skipped += 1
-        if self.now() - self.written_at >= SHORTEST:
+        if monotonic() - self.written_at >= SHORTEST:
             self.write(self.progress(state))
 
     def on_log(self, state: Any, logs: dict[str, Any]) -> None:
@@ -349,10 +325,9 @@ class LiveNumbers:
         if "loss" not in logs:
             return
         is_first = not self.speed
-        if self.seconds:
-            self.speed = logs.get("num_tokens", 0.0) / self.seconds
+        self.speed = logs.get("num_tokens", 0.0) / self.seconds
         pause = 1.0 if self.watched else min(max(self.seconds / 10, SHORTEST), LONGEST)
-        if is_first or self.now() - self.shown_at >= pause:
+        if is_first or monotonic() - self.shown_at >= pause:
             text = tr("step {step:,} of {steps:,}", step=state.global_step, steps=state.max_steps)
             self._show(state, text)
 
@@ -376,32 +351,31 @@ class LiveNumbers:
         validation = validation_history(state.log_history)
         left = None
         done = state.global_step - self.start_step
-        if kind == "training" and done:
+        if done:
             left = self.seconds / done * (state.max_steps - state.global_step)
         return Progress(
             state=kind,
             step=state.global_step,
-            steps=max(state.max_steps, 0),
+            steps=state.max_steps,
             left=left,
             loss=losses[-1] if losses else None,
             validation=validation[-1] if validation else None,
             tokens_per_second=self.speed,
             peak_gib=hardware.peak_memory_gib(),
-            gpu_percent=gpu_percent(),
             cost=self.cost(self.seconds),
             notes=list(self.notes),
             updated=time.time(),
             pid=os.getpid(),
-            began=self.process_began,
+            began=psutil.Process().create_time(),
         )
 
     def write(self, progress: Progress) -> None:
         """Write it for `nbutils watch`, in the end into the run folder too; a full disk does not end the training."""
-        self.written_at = self.now()
+        self.written_at = monotonic()
         if not distributed.is_main():
             return
-        has_ended = progress.state != "training"
-        for file in [self.file, self.kept_file] if has_ended else [self.file]:
+        files = [self.file] if progress.state == "training" else [self.file, self.kept_file]
+        for file in files:
             with suppress(OSError):
                 write_json(file, progress.model_dump())
 
@@ -419,7 +393,7 @@ class LiveNumbers:
 
     def _show(self, state: Any, text: str, kind: State = "training") -> None:
         """Draw the panel, or print a line; written for `nbutils watch` too."""
-        self.shown_at = self.now()
+        self.shown_at = monotonic()
         progress = self.progress(state, kind)
         self.write(progress)
         numbers = progress.parts()
@@ -438,14 +412,11 @@ class LiveNumbers:
 
 def trainings(*places: Path, run: str = "*") -> dict[str, Progress]:
     """The newest progress of each run below these folders; a file that is none is left out."""
-    newest: dict[str, Progress] = {}
+    seen = []
     for place in places:
         for file in place.glob(f"{run}/logs/{PROGRESS}"):
-            try:
+            with suppress(ValidationError):
                 progress = Progress.model_validate(read_object(file))
-            except ValidationError:
-                continue
-            name = file.parent.parent.name
-            if name not in newest or progress.updated > newest[name].updated:
-                newest[name] = progress
-    return newest
+                seen.append((file.parent.parent.name, progress))
+    seen.sort(key=lambda training: training[1].updated)
+    return dict(seen)  # of each name the last

@@ -208,8 +208,8 @@ my_percent = None
 # measured before the first step (`eval_on_start`) and at every save (`eval_steps`); `load_best_model_at_end` keeps the step where
 # it was lowest. `training.bookkeeping` adds what is not about learning: folders, saving, the seed. `report_to` names the
 # trackers that get the numbers: TensorBoard (the second line below says how to open it here), W&B, online if there is a `WANDB_API_KEY`,
-# and SwanLab if there is a `SWANLAB_API_KEY` or `SWANLAB_MODE=offline`. `SET = "sft.report_to=[mlflow]"` names another one that
-# transformers knows. In another terminal, `python -m nbutils watch` shows the training.
+# and SwanLab, where it is installed, if there is a `SWANLAB_API_KEY` or `SWANLAB_MODE=offline`. `SET = "sft.report_to=[mlflow]"` names
+# another one that transformers knows. In another terminal, `python -m nbutils watch` shows the training.
 
 # %%
 from nbutils import tracking

@@ -151,7 +151,8 @@ print(len(tokenizer), "tokens;", [tokenizer.decode([i]) for i in ids])
 # %%
 from datasets import IterableDataset
 
-separator, rest = pretraining.separator_of(tokenizer), []
+separator = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+rest = []
 
 
 def cut_into_rows(batch: dict) -> dict:
@@ -171,29 +172,57 @@ print(rows)
 # %% [markdown]
 # ## Model
 #
-# The architecture of Qwen2.5, only small: attention heads of 64, an MLP of two and a half times the width, and one embedding
-# matrix for input and output (`tie_word_embeddings`).
+# The architecture of Qwen2.5, only small: attention heads of 64, two for the queries to each one for keys and values, an MLP of two
+# and a half times the width, and one embedding matrix for input and output (`tie_word_embeddings`).
 
 # %%
-config = pretraining.make_config(WIDTH, DEPTH, tokenizer, LENGTH)
+from transformers import Qwen2Config
+
+sizes = {"vocab_size": len(tokenizer), "hidden_size": WIDTH, "intermediate_size": WIDTH * 5 // 2, "num_hidden_layers": DEPTH}
+heads = {"num_attention_heads": WIDTH // 64, "num_key_value_heads": WIDTH // 128, "max_position_embeddings": max(1024, LENGTH)}
+ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+config = Qwen2Config(**sizes, **heads, **ends, tie_word_embeddings=True)
 print(pretraining.shape_of(config))
 
 # %% [markdown]
 # ## The recipe, and what it takes
 #
-# Wider models need a smaller learning rate, so it depends on the width. The table is a forecast from `plan`: for your GPU, or, if you
-# have none, for two that are rented often; *rows* is how many are computed at a time. A base model wants about 20 tokens for each
-# parameter; with far fewer it learns the words but not the language, and after many epochs it learns your text by heart.
+# Arguments of `SFTConfig`; `SET` replaces any of them. Wider models need a smaller learning rate, so it depends on the width. It rises
+# for a tenth of the steps (at most 100), then falls along a cosine; there are ten checkpoints. The table is a forecast from `plan`: for
+# your GPU, or, if you have none, for two that are rented often; *rows* is how many are computed at a time. A base model wants about 20
+# tokens for each parameter; with far fewer it learns the words but not the language, and after many epochs it learns your text by
+# heart.
 
 # %%
-profile = pretraining.with_recipe(lesson.resolved, config, rows, steps=STEPS, batch=BATCH, save_steps=SAVE_STEPS)
+import math
+
+steps = STEPS or (300 if texts.bundled else math.ceil(len(rows.train) / BATCH))
+recipe = {
+    "max_length": LENGTH,
+    "max_steps": steps,
+    "num_train_epochs": 0.0,
+    "learning_rate": float(f"{0.5 / WIDTH:.1e}"),
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": min(0.1, 100 / steps),
+    "weight_decay": 0.1,
+    "max_grad_norm": 1.0,
+    "optim": "adamw_torch_fused",
+    "packing": False,
+    "activation_offloading": False,
+    "use_liger_kernel": False,
+    "logging_steps": max(1, min(10, steps // 100)),
+    "save_steps": SAVE_STEPS or max(1, min(500, math.ceil(steps / 10))),
+    "save_total_limit": 2,
+    "load_best_model_at_end": True,
+}
+profile = pretraining.with_recipe(lesson.resolved, config, recipe, batch=BATCH, held_out=len(rows.eval))
+print(f"{profile.sft.max_steps:,} steps, {profile.sft.max_steps * BATCH / len(rows.train):.2g} epochs; learning rate {profile.sft.learning_rate:g}")
 
 # %% [markdown]
 # The weights are random numbers, and a seed makes them the same random numbers each time. They stay float32 while they are
 # trained; on a GPU the matrix products are computed in 16 bits.
 
 # %%
-import math
 import torch
 from transformers import Qwen2ForCausalLM, set_seed
 
@@ -215,10 +244,13 @@ loss = torch.nn.functional.cross_entropy(logits[0, :-1].float(), row[0, 1:]).ite
 print(f"loss {loss:.2f}, perplexity {math.exp(loss):,.0f}; log({len(tokenizer)}) is {math.log(len(tokenizer)):.2f}")
 
 # %% [markdown]
-# How does it continue a text before training? It repeats one or two tokens.
+# How does it continue a text before training? The prompts are the first 24 tokens of three held-out rows. `do_sample=False` takes the
+# most likely token each time, so the answer is always the same. It repeats one or two tokens.
 
 # %%
-before = pretraining.continue_texts(model, tokenizer, rows.prompts)
+prompts = torch.tensor(rows.eval[:3]["input_ids"], device=model.device)[:, :24]
+options = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 40, "do_sample": False, "pad_token_id": separator}
+before = tokenizer.batch_decode(model.eval().generate(prompts, **options)[:, prompts.shape[1] :])
 print(*map(repr, before), sep="\n")
 
 # %% [markdown]
@@ -286,19 +318,23 @@ display.plot_losses(result.history, lesson.run.logs / "loss.png", title="Pre-tra
 # The same texts again. A short run learns the style but not yet the facts; more text, steps, width and depth help.
 
 # %%
-after = pretraining.continue_texts(trainer.model, tokenizer, rows.prompts)
-display.show_table([{"text": a, "before": repr(b), "after": repr(c)} for a, b, c in zip(rows.prompts, before, after, strict=True)])
+after = tokenizer.batch_decode(model.eval().generate(prompts, **options)[:, prompts.shape[1] :])
+asked = tokenizer.batch_decode(prompts)
+display.show_table([{"text": a, "before": repr(b), "after": repr(c)} for a, b, c in zip(asked, before, after, strict=True)])
 
 # %% [markdown]
 # ## Save
 #
-# Weights in bfloat16, tokenizer with its chat template. Lesson 03 fine-tunes this folder like any other base model, with this path as
+# Weights in bfloat16, tokenizer with its chat template, in a folder that gets its name once it is complete. Lesson 03 fine-tunes this folder like any other base model, with this path as
 # `MODEL`. What it can learn there depends on what it read here: a model that has never seen a dialogue needs more rows.
 
 # %%
-from nbutils import disk
+from nbutils import disk, files
 
-folder = pretraining.save_model(result, tokenizer)
+folder = lesson.run.path / "base"
+with files.complete_folder(folder, result.stamp()) as place:
+    model.save_pretrained(place, state_dict={name: weight.to(torch.bfloat16) for name, weight in model.state_dict().items()})
+    tokenizer.save_pretrained(place)
 print(f"{folder}: {disk.folder_gib(folder) * 1024:.1f} MiB")
 
 # %% [markdown]

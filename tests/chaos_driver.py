@@ -132,7 +132,9 @@ def main(home: Path, plan: dict[str, Any]) -> None:
     print("started", flush=True)
     found = resume.resume_point(lesson.run, lesson.folders, FINGERPRINT, "auto")
     step, value = load(found) if found else (0, "")
-    running = resume.start_sync(lesson.run, lesson.scratch, FINGERPRINT, KEEP_LAST)
+    sft, course = SimpleNamespace(save_total_limit=KEEP_LAST), SimpleNamespace(validation_rows=0)
+    profile: Any = SimpleNamespace(sft=sft, course=course)
+    running = resume.start_sync(lesson.run, lesson.scratch, FINGERPRINT, profile)
     while step < plan["steps"]:
         time.sleep(STEP_SECONDS)
         step, value = step + 1, state_at(step + 1, (step, value))

@@ -39,14 +39,14 @@ def run_cells(*words: str, **names: Any) -> dict[str, Any]:
 
 def trained_tokenizer(texts: Texts, vocab_size: int, length: int = 128) -> Any:
     """The tokenizer that lesson 07 trains on the texts."""
-    given = {"texts": texts, "VOCAB": vocab_size, "TOKENIZER": "", "LENGTH": length}
-    return run_cells("bpe = Tokenizer(", "tokenizer = Qwen2Tokenizer(", **given)["tokenizer"]
+    names = {"texts": texts, "VOCAB": vocab_size, "TOKENIZER": "", "LENGTH": length}
+    return run_cells("bpe = Tokenizer(", "tokenizer = Qwen2Tokenizer(", **names)["tokenizer"]
 
 
 def token_rows(texts: Texts, tokenizer: Any, length: int, folder: Path) -> TokenRows:
     """The rows into which lesson 07 cuts the texts."""
-    given = {"texts": texts, "tokenizer": tokenizer, "LENGTH": length, "lesson": SimpleNamespace(scratch=folder)}
-    rows: TokenRows = run_cells("def cut_into_rows", **given)["rows"]
+    names = {"texts": texts, "tokenizer": tokenizer, "LENGTH": length, "lesson": SimpleNamespace(scratch=folder)}
+    rows: TokenRows = run_cells("def cut_into_rows", **names)["rows"]
     return rows
 
 
@@ -102,9 +102,9 @@ def test_rows_hold_every_token_in_order_and_are_made_once(tmp_path: Path, tokeni
     cut = [expected[32 * at : 32 * at + 32] for at in range(count)]
     assert sorted(map(list, both)) == sorted(cut) and len(rows.eval) == count // 10 + 1
     assert rows.train[0]["labels"].tolist() == rows.train[0]["input_ids"].tolist()
-    made = (tmp_path / "work/tokens/tokens.arrow").stat().st_mtime_ns
+    written = (tmp_path / "work/tokens/tokens.arrow").stat().st_mtime_ns
     again = token_rows(texts, tokenizer, 32, tmp_path / "work")
-    assert again.card == rows.card and (tmp_path / "work/tokens/tokens.arrow").stat().st_mtime_ns == made
+    assert again.card == rows.card and (tmp_path / "work/tokens/tokens.arrow").stat().st_mtime_ns == written
     file.write_text("Other text. " * 200)
     other = token_rows(texts, tokenizer, 32, tmp_path / "work")
     assert other.card.fingerprint != rows.card.fingerprint
@@ -124,12 +124,12 @@ def test_a_tokenizer_is_trained_on_the_text_or_named(tmp_path: Path, tokenizer: 
 
 
 def test_a_tokenizer_begins_with_the_special_tokens_loses_nothing_and_joins_no_listed_words(tokenizer: Any) -> None:
-    for one in (trained_tokenizer(Texts("", 200, 1), 600), tokenizer):
-        assert one.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [0, 1, 2]
-        assert (one.eos_token, one.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    for trained in (trained_tokenizer(Texts("", 200, 1), 600), tokenizer):
+        assert trained.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [0, 1, 2]
+        assert (trained.eos_token, trained.pad_token) == ("<|im_end|>", "<|endoftext|>")
         for text in ("Please send 12.\n\n", "漢字 🙂 {x}", "<|im_start|>user\nhi<|im_end|>"):
-            assert one.decode(one(text)["input_ids"]) == text
-        assert not any("im_" in token for token in one.get_vocab() if token not in one.all_special_tokens)
+            assert trained.decode(trained(text)["input_ids"]) == text
+        assert not any("im_" in token for token in trained.get_vocab() if token not in trained.all_special_tokens)
     pieces = [tokenizer.decode([token]) for token in tokenizer("周五送到杭州")["input_ids"]]
     assert "周五" in pieces and "杭州" in pieces
 
@@ -150,15 +150,13 @@ def test_the_bundled_tokenizer_can_be_rebuilt(tokenizer: Any) -> None:
 def test_the_text_of_the_course_makes_the_same_rows_for_ever(tmp_path: Path, tokenizer: Any) -> None:
     rows = token_rows(Texts("", 300, 0), tokenizer, 64, tmp_path)
     assert rows.card == pretraining.Card(documents=300, tokens=12480, left_out=0, fingerprint="4faa693951bb1724")
-    turns = [{"role": "user", "content": pretraining.QUESTIONS[0]}]
-    assert rows.prompts[0] == tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert sum(1 for _ in Texts("", 0, 0)) == 20_000, "0 is all of them"
 
 
 def test_the_plan_counts_every_weight_and_the_micro_batch_fits(tokenizer: Any) -> None:
     from transformers import Qwen2ForCausalLM
 
-    config = pretraining.make_config(256, 2, tokenizer, 2048)
+    config = run_cells("Qwen2Config(", WIDTH=256, DEPTH=2, LENGTH=2048, tokenizer=tokenizer)["config"]
     assert config.max_position_embeddings == 2048
     shape = pretraining.shape_of(config)
     biases = 2 * (256 + 2 * 128)  # of q, k and v

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from support import ESCAPES, python, refused, steers
 
-from nbutils import checkpoints, watch
+from nbutils import watch
 from nbutils.files import write_json
 from nbutils.tracking import Progress
 
@@ -25,10 +25,16 @@ def leave(folder: Path, process: int = 0, **values: Any) -> None:
     write_json(folder / "logs/progress.json", progress.model_dump())
 
 
+def state_now() -> str:
+    """What became of the training of the run `demo`."""
+    _, progress = watch.find_training("demo")
+    return watch.state_of(progress)
+
+
 def test_only_a_training_whose_process_lives_is_training(home: Path) -> None:
     def state(**values: Any) -> str:
         leave(home / "demo", **values)
-        return watch.find_training("demo").state
+        return state_now()
 
     assert state() == "training" and state(updated=0) == "training", "a slow step is no death"
     for ended in ("finished", "stopped", "failed"):
@@ -38,7 +44,7 @@ def test_only_a_training_whose_process_lives_is_training(home: Path) -> None:
         assert state(process=other.pid) == "training"
         other.kill()
         other.wait()
-    assert watch.find_training("demo").state == "died"
+    assert state_now() == "died"
     assert state(host="another", began=1.0) == "training" and state(host="another", updated=1.0) == "died"
 
 
@@ -47,10 +53,11 @@ def test_the_one_that_trains_is_watched_else_the_newest_and_the_newer_copy_count
         watch.find_training("")
     leave(home / "old", state="finished", updated=5.0)
     leave(home / "new", state="stopped", updated=9.0)
-    assert watch.find_training("").run.name == "new" and watch.find_training("old").run.path == home / "old"
+    assert [watch.find_training(name)[0] for name in ("", "old")] == [home / "new", home / "old"]
     leave(home / ".scratch/old", step=9)  # on the fast disk; the run folder gets a copy with each checkpoint
-    assert (watch.find_training("").run.path, watch.find_training("").progress.step) == (home / "old", 9)
-    assert watch.find_training(str(home / "new")).run.path == home / "new"
+    run, progress = watch.find_training("")
+    assert (run, progress.step) == (home / "old", 9)
+    assert watch.find_training(str(home / "new"))[0] == home / "new"
     leave(home / "new", left=1.0)
     endless = (home / "new/logs/progress.json").read_text().replace('"left": 1.0', '"left": 1e999')
     for damaged in (endless, "{"):
@@ -59,25 +66,13 @@ def test_the_one_that_trains_is_watched_else_the_newest_and_the_newer_copy_count
             watch.find_training("new")
 
 
-def test_everything_is_shown_without_torch_and_a_failure_is_the_exit_status(home: Path, tmp_path: Path) -> None:
+def test_everything_is_shown_without_torch_and_a_failure_is_the_exit_status(home: Path) -> None:
     leave(
         home / "demo", state="failed", loss=(7, 1.5), validation=(4, 1.25), cost={"¥": 0.5}, notes=["[FAIL] disk full"]
     )
-    folder = tmp_path / "checkpoint-4"
-    folder.mkdir()
-    store = home / "demo/checkpoints"
-    store.mkdir()
-    checkpoints.pack(folder, store, {})
     ran = python("-X", "importtime", "-m", "nbutils", "watch", "demo", home=home, ok=False)
     assert "torch" not in ran.stderr.replace("pytorch", "") and "| transformers" not in ran.stderr
-    for text in (
-        "the training failed (step 7 of 30",
-        "loss 1.500",
-        "1.250 (step 4)",
-        "¥0.50",
-        "steps 4\n",
-        "[FAIL] disk full",
-    ):
+    for text in ("the training failed (step 7 of 30", "loss 1.500", "1.250 (step 4)", "¥0.50", "[FAIL] disk full"):
         assert text in ran.stdout
 
 

@@ -8,14 +8,11 @@ Fused layers compute the numbers of PEFT's own in fewer passes over memory:
 
 from __future__ import annotations
 
-import inspect
 import logging
 import types
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from nbutils import distributed, hardware, merging
 from nbutils.errors import CourseError
@@ -39,7 +37,7 @@ KNOWN_MLPS = ("Qwen2MLP", "Qwen3MLP", "LlamaMLP", "MistralMLP")  # exactly down(
 # Layers that end with `residual + mlp(...)`: recomputing them does not need the last product.
 ENDS_WITH_MLP = ("Qwen2DecoderLayer", "Qwen3DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer")
 Checksums = dict[str, tuple[bool, int]]  # by name: whether a weight is trained, and its checksum
-_signature = cache(inspect.signature)
+NAMES_GQA = torch.__version__ >= "2.11"  # earlier attention for packed rows takes fewer heads of keys unasked
 
 
 def require_unquantized(model: str) -> None:
@@ -74,12 +72,11 @@ def weight_kinds(model: nn.Module) -> dict[str, int]:
     """How many weights of the base model have which dtype; quantized ones as `nf4, double`."""
     kinds: Counter[str] = Counter()
     for weight in model.parameters():
-        if weight.requires_grad:
-            continue
         kind = str(weight.dtype).removeprefix("torch.")
         if state := getattr(weight, "quant_state", None):
             kind = f"{state.quant_type}, double" if state.nested else state.quant_type
-        kinds[kind] += 1
+        if not weight.requires_grad:
+            kinds[kind] += 1
     return dict(kinds)
 
 
@@ -106,12 +103,7 @@ def attention(name: str) -> str:
 
 def boundaries(position_ids: Tensor) -> tuple[Tensor, int]:
     """Where the examples of flattened rows begin and end, and the longest one."""
-    starts = position_ids == 0
-    starts[:, 0] = True
-    first = torch.nonzero(starts.flatten()).flatten()
-    end = first.new_tensor([starts.numel()])
-    edges = torch.cat([first, end]).to(torch.int32)
-    longest = edges.diff().max()
+    (edges, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids)
     return edges, int(longest)
 
 
@@ -120,14 +112,11 @@ def with_boundaries(collate: Callable[..., dict[str, Any]]) -> Callable[..., dic
 
     def collate_with_boundaries(rows: Any) -> dict[str, Any]:
         batch = collate(rows)
-        if "position_ids" in batch and "cu_seq_lens_q" not in batch:
+        if "position_ids" in batch:
             edges, longest = boundaries(batch["position_ids"])
-            batch |= {
-                "cu_seq_lens_q": edges,
-                "cu_seq_lens_k": edges,
-                "max_length_q": longest,
-                "max_length_k": longest,
-            }
+            for side in ("q", "k"):  # queries and keys
+                batch[f"cu_seq_lens_{side}"] = edges
+                batch[f"max_length_{side}"] = longest
         return batch
 
     return collate_with_boundaries
@@ -163,21 +152,27 @@ def _attend(
 
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if dropout or kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
+    if dropout or kwargs.get("softcap") or kwargs.get("s_aux") is not None:
         raise CourseError(
             tr("This model's attention has dropout, sinks or softcap, which torch's kernel for packed rows has not."),
             todo=tr("Set from_pretrained.attn_implementation to sdpa in a copy of the profile."),
         )
     rows, heads, length, size = query.shape
-    edges, longest = _edges(query, kwargs)
+    edges = kwargs.get("cu_seq_lens_q")  # from the collator
+    longest = kwargs.get("max_length_q", 0)
+    if edges is None:
+        position_ids = kwargs["position_ids"]
+        edges, longest = boundaries(position_ids.expand(rows, length))
     window = -1 if sliding_window is None else sliding_window - 1
     options: dict[str, Any] = {"scale": scaling, "window_size": (window, 0)}  # 0: no token sees a later one
-    if heads != key.shape[1] and "enable_gqa" in _signature(varlen_attn).parameters:  # torch 2.11 and later need it
-        options["enable_gqa"] = True
+    if NAMES_GQA:
+        options["enable_gqa"] = heads != key.shape[1]
+    # the tokens of all rows end to end, each with its heads
+    query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     out: Any = varlen_attn(
-        _end_to_end(query),
-        _end_to_end(key),
-        _end_to_end(value),
+        query,
+        key,
+        value,
         edges,
         edges,
         longest,
@@ -185,21 +180,6 @@ def _attend(
         **options,
     )
     return out.view(rows, length, heads, size), None
-
-
-def _end_to_end(states: Tensor) -> Tensor:
-    """All tokens of all rows in one sequence, with their heads."""
-    return states.transpose(1, 2).flatten(0, 1)
-
-
-def _edges(query: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, int]:
-    """The boundaries of the examples: from the collator, or by their positions."""
-    edges = kwargs.get("cu_seq_lens_q")
-    if edges is not None:
-        return edges, int(kwargs["max_length_q"])
-    rows, _, length, _ = query.shape
-    position_ids = kwargs["position_ids"]
-    return boundaries(position_ids.expand(rows, length))
 
 
 def patch_lora_kernels(trainer: Any) -> int:
@@ -225,12 +205,10 @@ def patch_model(model: nn.Module, fused: bool) -> int:
     layers = [part for part in model.modules() if isinstance(part, LoraLayer) and _is_plain(part)]
     for layer in layers:
         _replace_forward(layer, _linear_forward)
-    patched = {id(layer) for layer in layers}
     for block in model.modules():
         mlp: Any = getattr(block, "mlp", None)
-        if type(mlp).__name__ not in KNOWN_MLPS or mlp.config.hidden_act not in ("silu", "swish"):
-            continue
-        if id(mlp.down_proj) in patched:
+        is_known = type(mlp).__name__ in KNOWN_MLPS and mlp.config.hidden_act in ("silu", "swish")
+        if is_known and hasattr(mlp.down_proj, "stock_forward"):
             mlp.fused = fused
             mlp.skips_last = type(block).__name__ in ENDS_WITH_MLP
             _replace_forward(mlp, _mlp_forward)
@@ -247,85 +225,83 @@ def _replace_forward(part: Any, forward: Callable[..., Tensor]) -> None:
 def _is_plain(layer: Any) -> bool:
     """One plain adapter over a frozen nn.Linear or bitsandbytes 4-bit layer: what the arithmetic below covers."""
     base = layer.get_base_layer()
-    names = list(getattr(layer, "lora_A", {}))
+    names = list(layer.lora_A)
     kind = type(base)
     four_bit = kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes")
     if len(names) != 1 or not (kind is nn.Linear or four_bit):
         return False
     [name] = names
     return (
-        not base.weight.requires_grad
+        not any(weight.requires_grad for weight in base.parameters())
         and isinstance(layer.lora_dropout[name], nn.Identity | nn.Dropout)
         and name not in layer.lora_variant
         and layer.lora_B[name].bias is None
-        and (base.bias is None or not base.bias.requires_grad)
     )
 
 
 def _is_active(layer: Any) -> bool:
     """Whether its one adapter is to be added now; everything else is PEFT's forward."""
     names = list(getattr(layer, "lora_A", ()))
-    if not layer.training or len(names) != 1 or layer.active_adapters != names:
-        return False
-    return not layer.disable_adapters and not layer.merged
+    is_alone = len(names) == 1 and layer.active_adapters == names
+    return is_alone and layer.training and not layer.disable_adapters and not layer.merged
 
 
 def _linear_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not _is_active(self) or args or kwargs:
         return self.stock_forward(x, *args, **kwargs)
-    return _FusedLora.apply(x, None, *_operands(self, x))
+    layer = _Operands(self, x)
+    return _FusedLora.apply(
+        x,
+        None,
+        layer.a,
+        layer.b,
+        layer,
+    )
 
 
 def _mlp_forward(self: Any, x: Tensor) -> Tensor:
     if not _is_active(self.down_proj):
         return self.stock_forward(x)
-    gate = self.gate_proj(x)
-    up = self.up_proj(x)
-    a, b, layer = _operands(self.down_proj, x)
+    layer = _Operands(self.down_proj, x)
     layer.fused = self.fused
     layer.skips_last = self.skips_last and not self._forward_hooks
-    return _FusedLora.apply(gate, up, a, b, layer)
+    return _FusedLora.apply(
+        self.gate_proj(x),
+        self.up_proj(x),
+        layer.a,
+        layer.b,
+        layer,
+    )
 
 
-@dataclass
-class _FrozenLayer:
-    """What a fused layer computes with, besides its input and its adapter."""
+class _Operands:
+    """What a fused layer computes with, besides its input: its adapter and its frozen part."""
 
-    weight: Any
-    quant_state: Any  # of a 4-bit weight
-    bias: Tensor | None
-    scale: float
-    dropout: float
-    dtype: torch.dtype  # of its products
-    fused: bool = False  # the MLP's activation is Liger's kernel
-    skips_last: bool = False  # nobody reads its output where it is recomputed
+    def __init__(self, layer: Any, x: Tensor) -> None:
+        [name] = layer.lora_A
+        base = layer.get_base_layer()
+        device = x.device.type
+        self.a = layer.lora_A[name].weight
+        self.b = layer.lora_B[name].weight
+        self.scale = layer.scaling[name]
+        self.dropout = getattr(layer.lora_dropout[name], "p", 0.0)
+        self.weight = base.weight
+        self.bias = base.bias
+        self.quant_state = getattr(base.weight, "quant_state", None) or getattr(base, "quant_state", None)  # FSDP's
+        self.dtype = getattr(base, "compute_dtype", None) or x.dtype  # of its products: a quantized layer has its own
+        if torch.is_autocast_enabled(device):
+            self.dtype = torch.get_autocast_dtype(device)
+        self.fused = False  # the MLP's activation is Liger's kernel
+        self.skips_last = False  # nobody reads its output where it is recomputed
 
     def dense(self) -> Tensor:
         """The weight as a matrix (out, in), dequantized for the moment it is needed."""
-        if self.quant_state is None:
-            return self.weight.to(self.dtype)
-        from bitsandbytes.functional import dequantize_4bit
+        weight = self.weight
+        if self.quant_state is not None:
+            from bitsandbytes.functional import dequantize_4bit
 
-        return dequantize_4bit(self.weight.data.view(-1, 1), self.quant_state).to(self.dtype)
-
-
-def _operands(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, _FrozenLayer]:
-    """A and B of a LoRA layer, and its frozen part."""
-    [name] = layer.lora_A
-    base = layer.get_base_layer()
-    device = x.device.type
-    dtype = getattr(base, "compute_dtype", None) or x.dtype  # of a quantized layer, else of the input
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    frozen = _FrozenLayer(
-        weight=base.weight,
-        quant_state=getattr(base.weight, "quant_state", None) or getattr(base, "quant_state", None),  # FSDP's
-        bias=base.bias,
-        scale=layer.scaling[name],
-        dropout=getattr(layer.lora_dropout[name], "p", 0.0),
-        dtype=dtype,
-    )
-    return layer.lora_A[name].weight, layer.lora_B[name].weight, frozen
+            weight = dequantize_4bit(weight.data.view(-1, 1), self.quant_state)
+        return weight.to(self.dtype)
 
 
 def _flat(states: Tensor, dtype: torch.dtype) -> Tensor:
@@ -333,22 +309,18 @@ def _flat(states: Tensor, dtype: torch.dtype) -> Tensor:
     return states.reshape(-1, states.shape[-1]).to(dtype)
 
 
-def _product(x: Tensor, low: Tensor, b: Tensor, layer: _FrozenLayer) -> Tensor:
+def _product(x: Tensor, low: Tensor, b: Tensor, layer: _Operands) -> Tensor:
     """x W^T + bias + scale (x A^T) B^T, the last sum made by the product itself; `low` is x A^T."""
-    weight = layer.dense().t()
-    bias = layer.bias
-    if bias is not None:
-        bias = bias.to(x.dtype)
-    out = x @ weight if bias is None else torch.addmm(bias, x, weight)
-    b = b.to(x.dtype)
-    return out.addmm_(low, b.t(), alpha=layer.scale)
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    out = functional.linear(x, layer.dense(), bias)
+    return out.addmm_(low, b.to(x.dtype).t(), alpha=layer.scale)
 
 
 class _FusedLora(torch.autograd.Function):
     """A linear layer with its adapter; given `up`, of silu(x) * up, which is computed again instead of stored."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, up: Any, a: Tensor, b: Tensor, layer: _FrozenLayer) -> Tensor:
+    def forward(ctx: Any, x: Any, up: Any, a: Tensor, b: Tensor, layer: _Operands) -> Tensor:
         ctx.layer = layer
         ctx.shape = x.shape
         ctx.dtype = x.dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from nbutils import distributed, files, hardware
 from nbutils.checkpoints import step_of
 from nbutils.errors import CourseError
 from nbutils.language import tr
+from nbutils.plan.forecast import STEP_ARGUMENTS, divisors
 from nbutils.training import sharding
 from nbutils.training.resume import OOM_FILE
 
@@ -34,7 +35,7 @@ class StepSettings:
         """The next settings that need less memory; `offload` says whether activations may go to the CPU."""
         size = self.per_device_train_batch_size
         if size > 1:
-            rows = next(rows for rows in range(size // 2, 0, -1) if size % rows == 0)
+            rows = divisors(size)[-2]  # at most half as many
             times = size * self.gradient_accumulation_steps // rows
             return replace(self, per_device_train_batch_size=rows, gradient_accumulation_steps=times)
         if not self.gradient_checkpointing:
@@ -42,9 +43,6 @@ class StepSettings:
         if not self.activation_offloading and offload:
             return replace(self, activation_offloading=True)
         return None
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in asdict(self).items())
 
 
 class UpdateWatch(TrainerCallback):
@@ -63,51 +61,40 @@ def train_within_memory(
     trainer: Any, run_folder: Path, resume_from: Path | None, note: Callable[[str], object] = print
 ) -> None:
     """Train to the end; where memory runs out, go on from the last finished step with smaller settings."""
-    settings = settings_of(trainer)
     first_weights = {} if distributed.strategy() else sharding.full_weights(trainer.model)
     watch = UpdateWatch()
     trainer.callback_handler.callbacks.insert(0, watch)  # before those that may run out of memory themselves
     while not _trains_to_the_end(trainer, resume_from):
         step = max(trainer.state.global_step, step_of(resume_from))
-        peak = hardware.peak_memory_gib()
+        settings = settings_of(trainer)
         smaller = settings.smaller(offload=trainer.args.device.type == "cuda")
         if distributed.strategy():
-            raise _cannot_go_on(step, tr("in one of several processes"))
+            raise _cannot_go_on(step, settings)
         _free_broken_step(trainer)
         if step > step_of(resume_from) and not watch.updating:
             resume_from = _save_finished_step(trainer)
             if step >= trainer.state.max_steps:  # only its checkpoint was missing
                 trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
                 return
-        if smaller is None:
-            raise _cannot_go_on(step, tr("there are no smaller settings than {settings}", settings=settings))
-        change = {
-            "step": step + 1,
-            "from": asdict(settings),
-            "to": asdict(smaller),
-        }
-        with suppress(OSError):  # a disk that is gone does not end the training
-            files.write_json(run_folder / OOM_FILE, {"rungs": [*oom_changes(run_folder), change]})
-        if step > step_of(resume_from):
-            raise _cannot_go_on(step, tr("inside the optimizer's update, some weights have changed and others not"))
+        if smaller is None or step > step_of(resume_from):  # an update broke off: some weights have changed
+            raise _cannot_go_on(step, settings)
         if resume_from is None:  # the first update may have broken off
             sharding.load_weights(trainer.model, first_weights)
         apply_settings(trainer, smaller)
-        note(
-            tr(
-                "[WARN] out of memory at step {step} (peak {peak:.1f} GiB): continuing with {settings}",
-                step=step + 1,
-                peak=peak,
-                settings=smaller,
-            )
-        )
-        settings = smaller
+        change = {"step": step + 1, "from": asdict(settings), "to": asdict(smaller)}
+        with suppress(OSError):  # a disk that is gone does not end the training
+            files.write_json(run_folder / OOM_FILE, {"rungs": [*oom_changes(run_folder), change]})
+        note(tr("[WARN] out of memory at step {step}: continuing with {settings}", step=step + 1, settings=smaller))
 
 
-def _cannot_go_on(step: int, problem: str) -> CourseError:
+def _cannot_go_on(step: int, settings: StepSettings) -> CourseError:
     """The error of a training that cannot continue in this process."""
     return CourseError(
-        tr("Out of memory at step {step}: {problem}.", step=step + 1, problem=problem),
+        tr(
+            "Out of memory at step {step} with {settings}; the training cannot go on from here by itself.",
+            step=step + 1,
+            settings=settings,
+        ),
         todo=tr(
             "Close other programs on the GPU (other notebooks too) and start again: it resumes from its newest "
             "checkpoint. If it happens again, halve sft.per_device_train_batch_size (the batch stays the same), or "
@@ -146,14 +133,14 @@ def _save_finished_step(trainer: Any) -> Path:
 
 def settings_of(trainer: Any) -> StepSettings:
     """The settings a trainer was built with."""
-    return StepSettings(**{field.name: getattr(trainer.args, field.name) for field in fields(StepSettings)})
+    return StepSettings(**{name: getattr(trainer.args, name) for name in STEP_ARGUMENTS})
 
 
 def apply_settings(trainer: Any, new: StepSettings) -> None:
     """Give a trainer whose training broke off new settings; its next `train` builds all that depends on them."""
     trainer.optimizer = trainer.lr_scheduler = None  # made again and loaded from the checkpoint
     trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
-    if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
+    if scaler := getattr(trainer.accelerator, "scaler", None):
         scaler._per_optimizer_states.clear()  # it would refuse to unscale a second time
     args = trainer.args
     recomputes_now = new.gradient_checkpointing and not args.gradient_checkpointing

@@ -12,7 +12,7 @@ from typing import Any
 from filelock import BaseFileLock, Timeout
 
 from nbutils import checkpoints, distributed, files, platforms
-from nbutils.checkpoints import StoredCheckpoint
+from nbutils.checkpoints import CheckpointSync, StoredCheckpoint
 from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK
@@ -47,22 +47,23 @@ def resume_point(run: RunFolder, folders: platforms.Folders, fingerprint: dict[s
     stores = checkpoints.stores(folders, run.name)
     if resume == "never":
         (run.path / OOM_FILE).unlink(missing_ok=True)
-        removed = sum(checkpoints.clear(store) for store in stores if not folders.is_attached(store))
-        print(tr('RESUME is "never": {count} earlier checkpoints removed.', count=removed))
+        for store in stores:
+            if not folders.is_attached(store):
+                checkpoints.clear(store)
+        print(tr('RESUME is "never": the earlier checkpoints were removed.'))
         _begin_anew(keep)
         return None
-    chosen_step = int(resume) if resume.isdecimal() else None
-    newest = checkpoints.newest_verified(stores, fingerprint, chosen_step)
+    step = int(resume) if resume.isdecimal() else None
+    newest = checkpoints.newest_verified(stores, fingerprint, step)
     if newest is None:
         return None
-    text = tr("continuing from step {step}, kept in {folder}", step=newest.step, folder=newest.archive.parent)
+    print(tr("continuing from step {step}, kept in {folder}", step=newest.step, folder=newest.archive.parent))
     if folders.is_attached(newest.archive):
-        text += tr(", which is attached: go on only if it is yours")
-    print(text)
+        print(tr("[WARN] That folder is attached: go on only if it is yours."))
     folder = _unpack(newest, keep, scratch / "trainer")
-    if chosen_step is not None:
+    if step is not None:
         _begin_anew(keep)
-        _set_later_aside(keep, chosen_step)
+        _set_later_aside(keep, step)
     bring_best(folder, keep, fingerprint, stores)
     return folder
 
@@ -102,75 +103,51 @@ def _set_later_aside(keep: Path, step: int) -> None:
     """Rename the checkpoints after a step, so that nothing takes them for those of this training."""
     for later in checkpoints.look(keep):
         archive = later.archive
-        if later.step <= step or not archive.exists():
-            continue
-        print(tr("The checkpoint of step {step} is set aside: {file}.aside", step=later.step, file=archive))
-        for path in (archive.with_suffix(".json"), archive):  # an archive alone does not count
-            path.replace(f"{path}.aside")
+        if later.step > step and archive.exists():
+            print(tr("The checkpoint of step {step} is set aside: {file}.aside", step=later.step, file=archive))
+            for path in (archive.with_suffix(".json"), archive):  # an archive alone does not count
+                path.replace(f"{path}.aside")
 
 
 def bring_best(newest: Path, keep: Path, fingerprint: dict[str, Any], stores: list[Path]) -> None:
     """Unpack the checkpoint of the best step beside the newest one, and let the trainer's state know where it is."""
     file = newest / checkpoints.STATE
     state = files.read_object(file)  # `seconds_until` refuses a damaged one
+    step = state.get("best_global_step")
+    is_step = isinstance(step, int)  # a stranger's state may name anything
+    best = newest.parent / f"checkpoint-{step}"
+    if is_step and not best.exists():
+        own = [checkpoint for checkpoint in checkpoints.newest_first(stores) if checkpoint.fingerprint == fingerprint]
+        if stored := checkpoints.first_verified(own, step):
+            _unpack(stored, keep, newest.parent)
+        else:
+            print(
+                tr("the checkpoint of step {step}, the best so far, is gone: the best from here on counts", step=step)
+            )
+    if is_step and best.exists():
+        state["best_model_checkpoint"] = str(best)
+    else:
+        state |= dict.fromkeys(("best_model_checkpoint", "best_global_step", "best_metric"))
     state["global_step"] = checkpoints.step_of(newest)
-    best = _unpack_best(newest, state.get("best_global_step"), keep, fingerprint, stores)
-    state["best_model_checkpoint"] = str(best) if best else None
-    if best is None:
-        state["best_global_step"] = None
-        state["best_metric"] = None
     files.write_json(file, state)
 
 
-def _unpack_best(newest: Path, step: Any, keep: Path, fingerprint: dict[str, Any], stores: list[Path]) -> Path | None:
-    """The folder of the best step's checkpoint, which is beside the newest one or comes from where it is kept."""
-    folder = newest.parent / f"checkpoint-{step}"
-    if not checkpoints.NAME.fullmatch(folder.name):
-        return None
-    if folder.exists():
-        return folder
-    own = [checkpoint for checkpoint in checkpoints.newest_first(stores) if checkpoint.fingerprint == fingerprint]
-    best = checkpoints.first_verified(own, step)
-    if best is None:
-        print(tr("the checkpoint of step {step}, the best so far, is gone: the best from here on counts", step=step))
-        return None
-    return _unpack(best, keep, newest.parent)
-
-
-def seconds_until(checkpoint: Path | None) -> float:
+def seconds_until(checkpoint: Path) -> float:
     """How long the sessions before a checkpoint trained."""
-    log = read_history(checkpoint / checkpoints.STATE, "log_history") if checkpoint else []
+    log = read_history(checkpoint / checkpoints.STATE, "log_history")
     return float(log[-1].get("train_seconds", 0.0)) if log else 0.0
 
 
-class NoSync:
-    """The sync of a process beside the main one: it copies nothing."""
-
-    seconds = 0.0
-
-    def messages(self) -> list[str]:
-        """Nothing to say."""
-        return []
-
-    def finish(self, patience: float = 0.0) -> StoredCheckpoint | None:
-        """Nothing to wait for."""
-        return None
-
-
-def start_sync(
-    run: RunFolder, scratch: Path, fingerprint: dict[str, Any], keep_last: int, validation_rows: int = 0
-) -> Any:
-    """Start copying this run's checkpoints and logs to the run folder; a process beside the main one copies nothing."""
-    if not distributed.is_main():
-        return NoSync()
-    return checkpoints.CheckpointSync(
+def start_sync(run: RunFolder, scratch: Path, fingerprint: dict[str, Any], profile: Profile) -> CheckpointSync:
+    """Start copying this run's checkpoints and logs to the run folder."""
+    return CheckpointSync(
         scratch / "outbox",
         run.checkpoints,
         fingerprint,
-        keep_last=keep_last,
+        keep_last=profile.sft.save_total_limit,
         check=partial(mount_check, platforms.mount_point_of(run.path)),
         logs=(scratch / run.logs.name, run.logs),
-        validation_rows=validation_rows,
+        validation_rows=int(profile.course.validation_rows),
     )
 
 
@@ -180,14 +157,11 @@ def mount_check(mount: Path | None) -> None:
         raise OSError(errno.ENOTCONN, tr("{mount} is not mounted any more", mount=mount))
 
 
-def run_fingerprint(profile: Profile, data: Path, base_model: dict[str, str], seed: int) -> dict[str, Any]:
-    """What must be equal for a run to be resumed: the model, the data, the adapter, the way of training, the seed."""
+def run_fingerprint(profile: Profile, model: Any, data: str, seed: int) -> dict[str, Any]:
+    """What must be equal for any run to be resumed: the model, the data, the way of training, the seed."""
     return {
-        "model": base_model,
-        "data": files.read_json(data / "data_card.json")["fingerprint"],
-        "method": profile.method,
-        "quantization": profile.quantization.model_dump(mode="json") if profile.method == "qlora" else {},
-        "lora": profile.lora.model_dump(mode="json"),
+        "model": model,
+        "data": data,
         "sft": profile.sft.model_dump(mode="json", exclude=MAY_CHANGE),
         "rows_per_step": rows_per_step(profile.sft, distributed.world_size()),
         "seed": seed,

@@ -15,7 +15,6 @@ from time import monotonic
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from nbutils import chat, checkpoints, display, distributed, files, hardware, platforms, record, tracking
@@ -25,13 +24,12 @@ from nbutils.errors import CourseError, StoppedByHand
 from nbutils.language import tr
 from nbutils.processes import first_signals
 from nbutils.record import RunFolder
-from nbutils.tracking import Clock, Curve, LiveNumbers, best_of, loss_history, validation_history
+from nbutils.tracking import Curve, LiveNumbers, best_of, loss_history, validation_history
 from nbutils.training import model, oom, sharding, validation
 from nbutils.training import resume as resuming
 
 LAST_SYNC_SECONDS = 15.0  # how long a checkpoint may still be copied to the run folder once another process has died
 RESERVE_SECONDS = 300.0  # for what follows the training: adapter, plots, record
-FIRST_SYNC_SECONDS = 60.0  # what copying a checkpoint is assumed to take, until one was measured
 SHOWN_FACTS = (  # when the training has ended
     "steps", "planned_steps", "resumed_from_step", "kept_step", "validation_loss", "adapter_moved", "base_moved",
     "train_seconds", "tokens_per_second", "peak_memory_gib", "cost",
@@ -65,19 +63,17 @@ def bookkeeping(scratch: Path, seed: int) -> dict[str, Any]:
 class TimeBudget:
     """Says when a training must save and end: before its time is up, on SIGTERM, or when interrupted (Ctrl-C, ■)."""
 
-    def __init__(self, max_hours: float, started: float, now: Clock = monotonic) -> None:
+    def __init__(self, max_hours: float, started: float) -> None:
         platform = platforms.detect()
         hours = max_hours or platform.entry.hours
         # MAX_HOURS counts from the start of the lesson, a platform's limit from the start of its session
-        began = started if max_hours else now() - platforms.session_seconds(platform)
+        began = started if max_hours else monotonic() - platforms.session_seconds(platform)
         self.end = began + hours * 3600
         if not hours or self.end < started:  # older than the known limit: it has a longer one (Colab Pro)
             self.end = math.inf
-        self.now = now
         self.reserve = min(RESERVE_SECONDS, hours * 180)  # at most a twentieth of a short limit
         self.step_seconds: deque[float] = deque(maxlen=20)  # of recent steps, saving included
-        self.last_step = now()  # when it ended
-        self.sync_seconds = 0.0  # of the last checkpoint; 0: not measured yet
+        self.last_step = monotonic()  # when it ended
         self.ended_by: signal.Signals | None = None
 
     def ask_to_end(self, number: int) -> None:
@@ -85,16 +81,16 @@ class TimeBudget:
         self.ended_by = signal.Signals(number)
         print(tr("\n{signal}: the training ends after this step, and is saved.", signal=self.ended_by.name), flush=True)
 
-    def reason_to_end(self) -> str:
-        """Why the training must end after this step; empty if it may go on."""
-        self.step_seconds.append(self.now() - self.last_step)
-        self.last_step = self.now()
-        sync = self.sync_seconds or min(FIRST_SYNC_SECONDS, self.reserve)
-        needed = 1.5 * (max(self.step_seconds) + sync) + self.reserve  # the next step and its checkpoint may be slower
-        left = self.end - self.last_step
+    def reason_to_end(self, sync_seconds: float) -> str:
+        """Why the training must end after this step, as a checkpoint takes so long to copy; empty if it may go on."""
         if self.ended_by:
             return tr("This run was asked to end ({signal}).", signal=self.ended_by.name)
-        if left < needed:
+        now = monotonic()
+        self.step_seconds.append(now - self.last_step)
+        self.last_step = now
+        saving = sync_seconds or self.reserve  # until a checkpoint was copied
+        needed = 1.5 * (max(self.step_seconds) + saving)  # the next step and its checkpoint may be slower
+        if now + needed + self.reserve > self.end:
             return tr("Its time is nearly up (MAX_HOURS, or the limit of the platform).")
         return ""
 
@@ -122,16 +118,16 @@ class CourseCallback(TrainerCallback):
         self.run = run
         self.folders = folders
         self.scratch = folders.scratch / run.name
-        self.base_model = base_model or {}  # from `model_fingerprint`
+        self.base_model = base_model  # from `model_fingerprint`
         self.patience = profile.course.early_stopping_patience
         self.budget = TimeBudget(max_hours, started)
         self.live = LiveNumbers(self.scratch / run.logs.name, run.logs)
         self.trainer: Any = None  # set by `take_over`
-        self.sync: Any = None  # copies checkpoints; started by `train`
+        self.sync: Any = None  # copies checkpoints; started by `train` in the main process
         self.fingerprint: dict[str, Any] = {}
-        self.started = monotonic()
+        self.first_step = 0  # or that of the checkpoint it resumed from
         self.earlier_seconds = 0.0  # of the sessions before this one
-        self.session: tuple[float, int] | None = None  # its seconds and the step it started from, once trained
+        self.session_seconds = 0.0  # of this one; 0 until it has trained
 
     def prepare(self, trainer: Any) -> str:
         """Check disk and rows, fuse the LoRA layers, take the run's fingerprint; returns a line to print."""
@@ -140,26 +136,32 @@ class CourseCallback(TrainerCallback):
         sharding.use_engine(trainer)
         layers = model.patch_lora_kernels(trainer)
         self.take_over(trainer)
-        seed = trainer.args.seed
-        self.fingerprint = resuming.run_fingerprint(self.profile, self.run.data, self.base_model, seed)
-        distributed.require_same(self.fingerprint | {"sft": dict(self.profile.sft)})
+        profile = self.profile
+        data = files.read_json(self.run.data / "data_card.json")["fingerprint"]
+        self.fingerprint = resuming.run_fingerprint(profile, self.base_model, data, trainer.args.seed) | {
+            "method": profile.method,
+            "quantization": profile.quantization.model_dump(mode="json") if profile.method == "qlora" else {},
+            "lora": profile.lora.model_dump(mode="json"),
+        }
+        distributed.require_same(self.fingerprint | {"sft": dict(profile.sft)})
         tokens = self.dataset.report.trained
         return tr("{tokens:,} tokens to learn from; {layers} fused LoRA layers", tokens=tokens, layers=layers)
 
     def require_room(self, trainer: Any) -> None:
         """Refuse a training whose checkpoints do not fit on the disks."""
-        trained = 0
-        for weight in trainer.model.parameters():
-            if weight.requires_grad:
-                trained += weight.numel()
-        # a weight and the two moments of Adam, 4 bytes each; 64 MiB for all else
-        self.checkpoint_gib = (trained * 12 + 64 * 2**20) / files.GIB
+        trained = trainer.model.num_parameters(only_trainable=True)
+        size = trained * 12 + 64 * 2**20  # a weight and the two moments of Adam, 4 bytes each; 64 MiB for all else
+        self.checkpoint_gib = size / files.GIB
         count = trainer.args.save_total_limit + 2  # the best is kept too, and a new one comes before the oldest goes
         output = Path(trainer.args.output_dir)
-        require_disk(output, count * self.checkpoint_gib, tr("writing checkpoints"))
-        stored = checkpoints.look(self.run.checkpoints)
-        missing = max(count - len(stored), 1)
-        require_disk(self.run.checkpoints, missing * self.checkpoint_gib, tr("keeping checkpoints"))
+        require_disk(
+            output,
+            count * self.checkpoint_gib,
+            tr("writing checkpoints"),
+        )
+        keep = self.run.checkpoints
+        missing = max(count - len(checkpoints.look(keep)), 1)
+        require_disk(keep, missing * self.checkpoint_gib, tr("keeping checkpoints"))
 
     def take_over(self, trainer: Any) -> None:
         """Replace the trainer's validation and its printing by the course's; note the checksums of its weights."""
@@ -176,21 +178,21 @@ class CourseCallback(TrainerCallback):
         if distributed.strategy() in distributed.SHARDED:  # only now the weights are divided among the processes
             self.checksums = model.weight_checksums(self.trainer.model)
         validation.continue_validation(self.trainer)
-        self.budget.last_step = self.budget.now()
+        self.budget.last_step = monotonic()
         self.live.on_train_begin(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         # a step that is saved is logged too: a resumed training then logs what an uninterrupted one does
         control.should_log |= control.should_save or state.global_step >= state.max_steps
-        for line in self.sync.messages():
-            self.live.note(line)
-        self.budget.sync_seconds = self.sync.seconds
+        if self.sync:
+            for line in self.sync.messages():
+                self.live.note(line)
         self.end_in_time(state, control)
         self.live.on_step_end(state, optimizer)
 
     def end_in_time(self, state: Any, control: Any) -> None:
         """Save and end after this step if the time is up, or if any process was asked to end."""
-        reason = self.budget.reason_to_end()
+        reason = self.budget.reason_to_end(self.sync.seconds if self.sync else 0.0)
         if control.should_training_stop or not distributed.anyone(bool(reason)):
             return
         self.live.note(
@@ -208,7 +210,7 @@ class CourseCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         # the log is stored with each checkpoint, where the next session reads it
-        state.log_history[-1]["train_seconds"] = self.total_seconds(monotonic() - self.started)
+        state.log_history[-1]["train_seconds"] = round(self.earlier_seconds + self.live.seconds, 1)
         self.live.on_log(state, logs)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
@@ -219,46 +221,22 @@ class CourseCallback(TrainerCallback):
             control.should_save = False
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        PartialState().wait_for_everyone()
-        if state.is_world_process_zero:
+        distributed.barrier()
+        if self.sync:
             self.sync.take(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
-    def total_seconds(self, seconds: float) -> float:
-        """How long all sessions of this training took, of which this one took `seconds`."""
-        return round(self.earlier_seconds + seconds, 1)
-
-    def stopped_early(self) -> bool:
-        """Whether the training was ended by early stopping."""
-        return validation.stopped_early(vars(self.trainer.state), self.patience)
-
-    def is_complete(self) -> bool:
-        """Whether the training has done all its steps, or needs no more."""
+    def planned_steps(self) -> int:
+        """How many steps the training has, those done if early stopping has ended it."""
         state = self.trainer.state
-        return state.global_step >= state.max_steps or self.stopped_early()
-
-    def load_finished(self, checkpoint: Path) -> None:
-        """Load weights and history of a training that has no steps left."""
-        model.load_checkpoint(self.trainer.model, checkpoint)
-        state = TrainerState.load_from_json(str(checkpoint / checkpoints.STATE))
-        state.max_steps = state.global_step  # today's MAX_STEPS may be less than it has trained
-        self.trainer.state = state
-        print(
-            tr(
-                "trained before · nothing is left to train: this run has {steps} steps. A larger MAX_STEPS continues "
-                'it (after early stopping SET = "course.early_stopping_patience=0"), RESUME = "never" starts over.',
-                steps=state.global_step,
-            )
-        )
+        return state.global_step if validation.stopped_early(state, self.patience) else state.max_steps
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingResult:
     """The outcome of `train`: its loss curves, what it took, and the step whose weights are kept."""
 
     trainer: Any
     callback: CourseCallback
-    seconds: float  # of this session
-    first_step: int  # 0, or that of the checkpoint it resumed from
     kept_step: int  # whose weights the model has now
     changed: tuple[int, int]  # how many weight tensors of the adapter changed, and of the base
     peak_gib: float
@@ -273,19 +251,15 @@ class TrainingResult:
 
     def facts(self) -> dict[str, Any]:
         """What goes into facts.json; measurements are None if this session trained nothing."""
-        state = self.trainer.state
         callback = self.callback
         losses = self.history["train"]
-        validated = self.history["validation"]
-        best = best_of(validated)
-        facts = {
-            "steps": state.global_step,
-            "planned_steps": state.global_step if callback.stopped_early() else state.max_steps,
-            "resumed_from_step": self.first_step,
+        return self._measured() | {
+            "steps": self.trainer.state.global_step,
+            "planned_steps": callback.planned_steps(),
+            "resumed_from_step": callback.first_step,
             "kept_step": self.kept_step,
             "final_loss": round(losses[-1][1], 5) if losses else None,
-            "best_step": best[0] if best else None,
-            "validation_loss": {"first": validated[0][1], "best": best[1], "last": validated[-1][1]} if best else None,
+            **self._validated(),
             "weights": callback.kinds,
             "adapter_moved": self.changed[0],
             "base_moved": self.changed[1],
@@ -293,25 +267,34 @@ class TrainingResult:
             "oom_rungs": oom.oom_changes(callback.run.path),
             "settings": flat(callback.profile.model_dump()),
         }
-        return self._measured() | facts
+
+    def _validated(self) -> dict[str, Any]:
+        """The best step, and the validation loss before, there and at the end."""
+        curve = self.history["validation"]
+        best = best_of(curve)
+        if best is None:
+            return {"best_step": None, "validation_loss": None}
+        step, loss = best
+        return {"best_step": step, "validation_loss": {"first": curve[0][1], "best": loss, "last": curve[-1][1]}}
 
     def _measured(self) -> dict[str, Any]:
         """Speed, memory and cost; all None if this session trained nothing, which keeps earlier values."""
         args = self.trainer.args
+        callback = self.callback
         tokens = 0
         for entry in self.trainer.state.log_history:
-            if "num_tokens" in entry and entry["step"] > self.first_step:
-                tokens = entry["num_tokens"]
-        seconds = self.callback.total_seconds(self.seconds)
+            if entry["step"] > callback.first_step:
+                tokens = entry.get("num_tokens", tokens)
+        seconds = round(callback.earlier_seconds + callback.session_seconds, 1)
         measured = {
-            "tokens_per_second": round(tokens / self.seconds, 1),
+            "tokens_per_second": round(tokens / callback.session_seconds, 1),
             "peak_memory_gib": round(self.peak_gib, 3),
-            "skipped_steps": self.callback.live.skipped,
+            "skipped_steps": callback.live.skipped,
             "processes": args.world_size,
-            "engine": distributed.strategy() and distributed.strategy_name(str(self.callback.profile.method)),
+            "engine": distributed.strategy() and distributed.strategy_name(str(callback.profile.method)),
             "batch": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
             "train_seconds": seconds,
-            "cost": self.callback.live.cost(seconds) or None,
+            "cost": callback.live.cost(seconds) or None,
         }
         return measured if tokens else dict.fromkeys(measured)
 
@@ -339,53 +322,38 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
     Example:
         result = train(trainer, callback, resume="auto")
     """
-    if callback.session is None:
-        callback.session = _train_session(trainer, callback, resume)
+    if not callback.session_seconds:
+        _train_session(trainer, callback, resume)
+    state = trainer.state
     interrupted = callback.budget.ended_by == signal.SIGINT
     with callback.live.reported(trainer):
-        peak_gib = hardware.peak_memory_gib()
-        kept_step = trainer.state.global_step
-        if not interrupted and resume != str(kept_step):  # RESUME = "40" asks for the weights of step 40, best or not
-            kept_step = validation.load_best(trainer)
-        checksums = model.weight_checksums(trainer.model)
-        changed = _count_changed(callback.checksums, checksums)
-        weights = {} if distributed.strategy() in distributed.WHOLE else sharding.full_weights(trainer.model)
+        # RESUME = "40" asks for the weights of step 40, best or not
+        result = _result_of(trainer, callback, loads_best=not interrupted and resume != str(state.global_step))
         distributed.leave_it_to_main()  # only the main process continues from here
         tracking.end_trackers(callback.run.logs)
         stored = callback.sync.finish()
     resuming.unlock_run(callback.scratch)
-    callback.live.on_train_end(trainer.state, "finished" if callback.is_complete() else "stopped")
+    callback.live.on_train_end(state, "stopped" if state.global_step < callback.planned_steps() else "finished")
     if stored:
         print(tr("safe: checkpoint {step} in {folder}", step=stored.step, folder=stored.archive.parent))
     if interrupted:
         raise StoppedByHand(
             tr(
                 "You stopped the training at step {step} of {steps}; what it learned until then is saved.",
-                step=trainer.state.global_step,
-                steps=trainer.state.max_steps,
+                step=state.global_step,
+                steps=state.max_steps,
             ),
             todo=tr(
                 "To go on, restart the kernel and run all cells, or give the same command again; it "
                 "continues from that step."
             ),
         )
-    tracking.write_history(trainer.state.log_history, callback.run.logs / "history.json")
-    seconds, first_step = callback.session
-    return TrainingResult(
-        trainer=trainer,
-        callback=callback,
-        seconds=seconds,
-        first_step=first_step,
-        kept_step=kept_step,
-        changed=changed,
-        peak_gib=peak_gib,
-        checksums=checksums,
-        weights=weights,
-    )
+    tracking.write_history(state.log_history, callback.run.logs / "history.json")
+    return result
 
 
-def _train_session(trainer: Any, callback: CourseCallback, resume: str) -> tuple[float, int]:
-    """Train what is left after the newest checkpoint; returns the seconds it took and the step it started from."""
+def _train_session(trainer: Any, callback: CourseCallback, resume: str) -> None:
+    """Train what is left after the newest checkpoint."""
     if trainer.state.global_step:
         raise CourseError(
             tr("This trainer has trained before, and would mix two trainings."),
@@ -394,27 +362,37 @@ def _train_session(trainer: Any, callback: CourseCallback, resume: str) -> tuple
     checkpoint = None
     if distributed.is_main():
         checkpoint = resuming.resume_point(callback.run, callback.folders, callback.fingerprint, resume)
+        callback.sync = resuming.start_sync(callback.run, callback.scratch, callback.fingerprint, callback.profile)
     checkpoint = distributed.broadcast(checkpoint)
     if checkpoint is None:
         print(tr("starting at step 0"))
     else:
         checkpoint = callback.scratch / "trainer" / checkpoint.name  # scratch may be elsewhere than the main process's
         distributed.send_folder(checkpoint)
-    callback.sync = resuming.start_sync(
-        callback.run,
-        callback.scratch,
-        callback.fingerprint,
-        keep_last=callback.profile.sft.save_total_limit,
-        validation_rows=int(callback.profile.course.validation_rows),
-    )
-    callback.earlier_seconds = resuming.seconds_until(checkpoint)
-    callback.started = monotonic()
+        callback.earlier_seconds = resuming.seconds_until(checkpoint)
+    callback.first_step = checkpoints.step_of(checkpoint)
+    callback.live.begin(callback.first_step)
     with callback.live.reported(trainer):
         if checkpoint is None or validation.steps_left(trainer, checkpoint, callback.patience):
             _train_steps(trainer, callback, checkpoint)
         else:
-            callback.load_finished(checkpoint)
-    return monotonic() - callback.started, checkpoints.step_of(checkpoint)
+            _load_finished(trainer, checkpoint)
+    callback.session_seconds = callback.live.seconds
+
+
+def _load_finished(trainer: Any, checkpoint: Path) -> None:
+    """Load weights and history of a training that has no steps left."""
+    model.load_checkpoint(trainer.model, checkpoint)
+    state = TrainerState.load_from_json(str(checkpoint / checkpoints.STATE))
+    state.max_steps = state.global_step  # today's MAX_STEPS may be less than it has trained
+    trainer.state = state
+    print(
+        tr(
+            "trained before · nothing is left to train: this run has {steps} steps. A larger MAX_STEPS continues "
+            'it (after early stopping SET = "course.early_stopping_patience=0"), RESUME = "never" starts over.',
+            steps=state.global_step,
+        )
+    )
 
 
 def _train_steps(trainer: Any, callback: CourseCallback, checkpoint: Path | None) -> None:
@@ -430,22 +408,39 @@ def _train_steps(trainer: Any, callback: CourseCallback, checkpoint: Path | None
             oom.train_within_memory(trainer, run.path, checkpoint, callback.live.note)
     except Exception as problem:  # libraries report a full disk with many kinds of errors
         if peer_error := distributed.peer_error(problem):
-            callback.sync.finish(LAST_SYNC_SECONDS)
+            if callback.sync:
+                callback.sync.finish(LAST_SYNC_SECONDS)
             raise peer_error from None
         require_disk(Path(trainer.args.output_dir), callback.checkpoint_gib, tr("writing checkpoints"))
         raise
+
+
+def _result_of(trainer: Any, callback: CourseCallback, loads_best: bool) -> TrainingResult:
+    """What the training has become, with the weights of its best step or of its last one."""
+    peak_gib = hardware.peak_memory_gib()
+    kept_step = validation.load_best(trainer) if loads_best else trainer.state.global_step
+    checksums = model.weight_checksums(trainer.model)
+    return TrainingResult(
+        trainer=trainer,
+        callback=callback,
+        kept_step=kept_step,
+        changed=_count_changed(callback.checksums, checksums),
+        peak_gib=peak_gib,
+        checksums=checksums,
+        weights={} if distributed.strategy() in distributed.WHOLE else sharding.full_weights(trainer.model),
+    )
 
 
 def _count_changed(before: model.Checksums, after: model.Checksums) -> tuple[int, int]:
     """How many weights of the adapter, and of the base, have changed in any process."""
     changed = [name for name in before if before[name] != after[name]]
     in_each_process = distributed.gather(changed)  # each may hold other shards
-    in_any_process = set[str]().union(*in_each_process)
+    names = set[str]().union(*in_each_process)
     trained = 0
-    for name in in_any_process:
+    for name in names:
         is_trained, _ = before[name]
         trained += is_trained
-    return trained, len(in_any_process) - trained
+    return trained, len(names) - trained
 
 
 def save_adapter(result: TrainingResult, tokenizer: Any) -> None:

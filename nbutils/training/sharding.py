@@ -6,7 +6,6 @@ optimizer's states of whole weights. So any engine continues it, with any number
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 from datasets import Dataset, concatenate_datasets
 from safetensors.torch import load_file
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import RandomSampler
 
 from nbutils.distributed import barrier, local_rank, rank, strategy, world_size
@@ -32,20 +32,24 @@ def use_engine(trainer: Any) -> None:
     """Let the trainer take the steps of one process and leave its checkpoints, and keep its adapter in float32."""
     if not strategy() or isinstance(trainer, SharedSteps):
         return
-    mixin = SharedSteps if strategy() == "ddp" else WholeCheckpoints
-    if mixin is WholeCheckpoints and not hasattr(trainer, "_prepare_for_training"):
+    if strategy() != "ddp" and not hasattr(trainer, "_prepare_for_training"):
         raise CourseError(
             tr("This version of transformers writes no checkpoints that any engine continues."),
             todo=tr("Install 5.6 or newer (pip install -U transformers), or use DDP (torchrun)."),
         )
-    stock = type(trainer)
-    trainer.__class__ = type(stock.__name__, (mixin, stock), {})
+    mix_in(trainer, SharedSteps if strategy() == "ddp" else WholeCheckpoints)
     trainer.add_empty_rows()
     if strategy() == "fsdp":
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         # accelerate's would gather and add up float32 adapters in 16 bits; autocast chooses as it does without FSDP
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
+
+
+def mix_in(trainer: Any, mixin: type) -> None:
+    """Put the methods of another class before those of this trainer's own."""
+    stock = type(trainer)
+    trainer.__class__ = type(stock.__name__, (mixin, stock), {})
 
 
 class SharedSteps:
@@ -59,7 +63,7 @@ class SharedSteps:
         self.rows = len(rows)
         args = self.args
         missing = -self.rows % (args.train_batch_size * args.world_size)
-        if missing and "labels" in rows.features:
+        if missing:
             first = rows[0]
             empty = first | {"labels": [-100] * len(first["input_ids"])}
             filling = Dataset.from_list([empty] * missing, features=rows.features)
@@ -103,7 +107,10 @@ class WholeCheckpoints(SharedSteps):
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         folder = Path(output_dir)
-        state = _fsdp_state(self) if strategy() == "fsdp" else _zero_state(self)
+        if strategy() == "fsdp":  # a copy: the optimizer goes on with its own
+            state = tree_map_only(DTensor, lambda moment: moment.full_tensor().cpu(), self.optimizer.state_dict())
+        else:
+            state = _zero_state(self)
         if self.args.should_save:
             torch.save(state, folder / OPTIMIZER)
             schedule = self.lr_scheduler.state_dict()
@@ -143,9 +150,7 @@ def local_shard(weight: Any) -> Any:
     if strategy() != "fsdp":
         return weight
     shards = weight.chunk(world_size())
-    if rank() < len(shards):
-        return shards[rank()]
-    return weight[:0]
+    return shards[rank()] if rank() < len(shards) else weight[:0]
 
 
 def _trained(model: Any) -> dict[str, Any]:
@@ -156,10 +161,7 @@ def _trained(model: Any) -> dict[str, Any]:
 def adapter_weights(model: Any, file: Path) -> dict[str, Any]:
     """The weights in PEFT's file, by the names they have in the model."""
     stored = load_file(file)
-    weights = {}
-    for name in _trained(model):
-        weights[name] = stored[name.replace(".default.", ".")]
-    return weights
+    return {name: stored[name.replace(".default.", ".")] for name in _trained(model)}
 
 
 def _is_deepspeeds(weight: Any) -> bool:
@@ -175,10 +177,7 @@ def _has_original(weight: Any) -> bool:
 def full_weights(model: Any) -> dict[str, Any]:
     """CPU copies of the trained weights, put together from the shards of all processes; all must call it."""
     reshard(model)
-    weights = {}
-    for name, weight in _trained(model).items():
-        weights[name] = _whole(weight).detach().to("cpu", copy=True)
-    return weights
+    return {name: _whole(weight).detach().to("cpu", copy=True) for name, weight in _trained(model).items()}
 
 
 def _whole(weight: Any) -> Any:
@@ -218,21 +217,8 @@ def shard(value: Any, weight: Any) -> Any:
     return distribute_tensor(value, weight.device_mesh, weight.placements)
 
 
-def _fsdp_state(trainer: Any) -> dict[str, Any]:
-    """The optimizer's state dict, of whole weights."""
-    stored = trainer.optimizer.state_dict()
-    states = {}
-    for number, state in stored["state"].items():
-        whole = dict(state)  # a copy: the optimizer goes on with its own
-        for key, value in state.items():
-            if hasattr(value, "full_tensor"):
-                whole[key] = value.full_tensor().cpu()
-        states[number] = whole
-    return {"state": states, "param_groups": stored["param_groups"]}
-
-
 def _zero_state(trainer: Any) -> dict[str, Any]:
-    """The same of DeepSpeed's optimizer."""
+    """The state dict of DeepSpeed's optimizer, of whole weights."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     inner = trainer.model_wrapped.optimizer.optimizer
@@ -242,22 +228,20 @@ def _zero_state(trainer: Any) -> dict[str, Any]:
         step = moments.get("step", step)
     states = {}
     for number, weight in enumerate(_trained(trainer.model).values()):
-        state = {"step": _tensor(step)}
+        state = {"step": torch.tensor(float(step))}
         for key in MOMENTS:
             state[key] = safe_get_full_optimizer_state(weight, key).cpu()
         states[number] = state
-    groups = [group | {"params": list(states)}]
-    while len(groups) < GROUPS:
-        groups.append(group | {"params": []})
+    groups = [group | {"params": list(states)}, group | {"params": []}]  # the second is without decay
     return {"state": states, "param_groups": groups}
 
 
 def _load_fsdp_state(trainer: Any, stored: dict[str, Any]) -> None:
     weights = list(_trained(trainer.model).values())
     for number, state in stored["state"].items():
+        weight = weights[number]
         for key in MOMENTS:
-            if key in state:
-                state[key] = shard(state[key], weights[number])
+            state[key] = shard(state[key], weight)
     trainer.optimizer.load_state_dict(stored)
 
 
@@ -272,10 +256,8 @@ def _load_zero_state(trainer: Any, stored: dict[str, Any]) -> None:
     for part in flat:  # else they would be made by the first step
         inner.state[part] = {key: torch.zeros_like(part) for key in MOMENTS}
         inner.state[part]["step"] = step.clone() if is_torchs else int(step)
-    settings = dict(stored["param_groups"][0])
-    del settings["params"]
     for group in inner.param_groups:  # the learning rate of this step
-        group.update(settings)
+        group.update(stored["param_groups"][0] | {"params": group["params"]})
     if strategy() != "zero3":
         zero._lazy_init_hp_params_optimizer_state()
     for number, weight in enumerate(_trained(trainer.model).values()):
@@ -294,23 +276,20 @@ def _of_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:
     return changed
 
 
-def _tensor(step: Any) -> Any:
-    return torch.as_tensor(float(step), dtype=torch.float32)
-
-
 def convert_optimizer_file(checkpoint: Path, optimizer: str) -> None:
     """Rewrite the optimizer's states of an unpacked checkpoint where another kind of AdamW is to continue it."""
-    path = checkpoint / OPTIMIZER
-    wants_bnb = "8bit" in optimizer or "paged" in optimizer
-    stored = torch.load(path, weights_only=True, map_location="cpu", mmap=True)  # most often only looked at
-    states = stored["state"]
-    is_bnb = any("exp_avg" not in state for state in states.values())
-    if states and is_bnb != wants_bnb and local_rank() == 0:
-        convert = _as_bnb if wants_bnb else _as_torch
-        states = {number: convert(state) for number, state in states.items()}
-        converted = path.with_suffix(".converted")
-        torch.save(stored | {"state": states}, converted)
-        os.replace(converted, path)
+    if local_rank() == 0:
+        path = checkpoint / OPTIMIZER
+        stored = torch.load(path, weights_only=True, map_location="cpu")
+        states = stored["state"]
+        wants_bnb = "8bit" in optimizer or "paged" in optimizer
+        is_bnb = any("exp_avg" not in state for state in states.values())
+        if states and is_bnb != wants_bnb:
+            convert = _as_bnb if wants_bnb else _as_torch
+            converted = {number: convert(state) for number, state in states.items()}
+            partial = path.with_suffix(".converted")  # another machine may read the file now, on a disk that both share
+            torch.save(stored | {"state": converted}, partial)
+            partial.replace(path)
     barrier()
 
 
@@ -330,7 +309,7 @@ def _as_torch(state: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):  # bitsandbytes keeps them one level deeper for FSDP
             flat |= value
     return {
-        "step": _tensor(flat["step"]),
+        "step": torch.tensor(float(flat["step"])),
         "exp_avg": _in_32_bits(flat, "1"),
         "exp_avg_sq": _in_32_bits(flat, "2"),
     }

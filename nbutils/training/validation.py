@@ -9,25 +9,25 @@ processes load the best weights together, because they may have shards of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, TrainerState
 
-from nbutils import distributed, files
+from nbutils import distributed
+from nbutils.checkpoints import STATE
 from nbutils.errors import CourseError
 from nbutils.language import tr
-from nbutils.tracking import Log, validation_history
+from nbutils.tracking import validation_history
 from nbutils.training import model
+from nbutils.training.sharding import mix_in
 
 
 def use_token_mean(trainer: Any) -> None:
     """Let a trainer evaluate with a mean over all tokens."""
     if not isinstance(trainer, TokenMean):
-        stock = type(trainer)
-        trainer.__class__ = type(stock.__name__, (TokenMean, stock), {})
+        mix_in(trainer, TokenMean)
 
 
 class TokenMean:
@@ -35,13 +35,13 @@ class TokenMean:
 
     def evaluate(self: Any, *_: Any, **__: Any) -> dict[str, float]:
         """The loss on the held-out rows, logged and passed to the callbacks as the trainer does."""
+        self.model.eval()
         loss = token_mean_loss(self, self.eval_dataset)
         metrics = {
             "eval_loss": round(loss, 5),
             "eval_rows": len(self.eval_dataset),
         }
-        self.model.eval()  # so that TRL logs it as a validation
-        self.log(dict(metrics))
+        self.log(dict(metrics))  # by the mode of the model TRL knows that it is a validation
         self.model.train()
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         if self.state.global_step:  # the trainer does so itself, but for an evaluation with which it begins
@@ -56,28 +56,27 @@ def token_mean_loss(trainer: Any, rows: Any) -> float:
     """The mean loss over all trained tokens of the rows; several processes share them."""
     args = trainer.args
     batches = _batches(trainer, [len(ids) for ids in rows["input_ids"]])
-    tokens = 0
-    for labels in rows.with_format("numpy")["labels"]:
-        tokens += int((labels != -100).sum())
+    tokens = sum(int((labels != -100).sum()) for labels in rows.with_format("numpy")["labels"])
     total = torch.zeros((), device=args.device)
-    was_training = trainer.model.training
     wrapped = trainer.model_wrapped if distributed.strategy() == "zero3" else trainer.model
-    trainer.model.eval()
     with torch.no_grad(), trainer.compute_loss_context_manager():
         for first in range(0, len(batches), args.world_size):
             number = first + args.process_index
             batch = batches[number % len(batches)]
             collated = trainer.data_collator([rows[row] for row in batch])
             inputs = trainer._prepare_inputs(collated)
-            loss = trainer.compute_loss(wrapped, inputs, num_items_in_batch=torch.tensor(tokens))
+            loss = trainer.compute_loss(
+                wrapped,
+                inputs,
+                num_items_in_batch=torch.tensor(tokens),
+            )
             if number < len(batches):  # else repeated uncounted, because all processes gather
                 total += loss
-    trainer.model.train(was_training)
     total = trainer.accelerator.reduce(total, "sum")
     return float(total) / args.world_size
 
 
-def _batches(trainer: Any, lengths: Sequence[int]) -> list[list[int]]:
+def _batches(trainer: Any, lengths: list[int]) -> list[list[int]]:
     """Numbers of rows to be laid end to end: in order, with about the tokens of a micro-batch in the training."""
     args = trainer.args
     row_tokens = args.max_length
@@ -101,26 +100,24 @@ def load_best(trainer: Any) -> int:
     best = state.best_global_step
     if not trainer.args.load_best_model_at_end or best in (None, state.global_step):
         return state.global_step
-    output = Path(trainer.args.output_dir)
-    folder = output / f"checkpoint-{best}"
+    folder = Path(trainer.args.output_dir) / f"checkpoint-{best}"
     if not distributed.broadcast(folder.is_dir()):
         return state.global_step
     model.load_checkpoint(trainer.model, folder)
     return best
 
 
-def evaluations_since_best(log_history: Log, best_step: int | None) -> int:
+def evaluations_since_best(state: TrainerState) -> int:
     """How many evaluations of the training, after its best, brought no better one."""
+    best_step = state.best_global_step
     if best_step is None:
         return 0
-    return sum(step > best_step for step, _ in validation_history(log_history))
+    return sum(step > best_step for step, _ in validation_history(state.log_history))
 
 
-def stopped_early(state: Mapping[str, Any], patience: int) -> bool:
-    """Whether a training in this state, as trainer_state.json has it, was ended by early stopping."""
-    best_step = state.get("best_global_step")
-    since_best = evaluations_since_best(state["log_history"], best_step)
-    return 0 < patience <= since_best
+def stopped_early(state: TrainerState, patience: int) -> bool:
+    """Whether a training in this state was ended by early stopping."""
+    return 0 < patience <= evaluations_since_best(state)
 
 
 def continue_validation(trainer: Any) -> None:
@@ -128,41 +125,32 @@ def continue_validation(trainer: Any) -> None:
     state = trainer.state
     if not trainer.eval_dataset:
         return
-    _require_same_rows(state.log_history, len(trainer.eval_dataset))
-    step = state.global_step
-    is_due = step % state.eval_steps == 0 or step >= state.max_steps
-    is_done = step in dict(validation_history(state.log_history))
-    trainer.args.eval_on_start = is_due and not is_done
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, EarlyStoppingCallback):
-            since_best = evaluations_since_best(state.log_history, state.best_global_step)
-            callback.early_stopping_patience_counter = since_best
-            # a checkpoint without early stopping knows nothing of it, and the trainer would fail at its next save
-            state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
-
-
-def _require_same_rows(log_history: Log, rows: int) -> None:
-    """Refuse to validate on another number of rows than before: the losses would not compare."""
-    earlier = rows
-    for entry in log_history:
-        earlier = entry.get("eval_rows", earlier)
-    if earlier != rows:
+    rows = len(trainer.eval_dataset)
+    earlier = next((entry["eval_rows"] for entry in state.log_history if "eval_rows" in entry), rows)
+    if earlier != rows:  # the losses would not compare
         raise CourseError(
             tr("This training was validated on {earlier} rows, and would be on {rows}.", earlier=earlier, rows=rows),
             todo=tr('Set SET = "course.validation_rows={earlier}", or choose another RUN_NAME.', earlier=earlier),
         )
+    step = state.global_step
+    is_due = step % state.eval_steps == 0 or step >= state.max_steps
+    trainer.args.eval_on_start = is_due and step not in dict(validation_history(state.log_history))
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, EarlyStoppingCallback):
+            callback.early_stopping_patience_counter = evaluations_since_best(state)
+            # a checkpoint without early stopping knows nothing of it, and the trainer would fail at its next save
+            state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
 
 
 def steps_left(trainer: Any, checkpoint: Path, patience: int) -> int:
     """How many steps of the training remain after a checkpoint."""
     args = trainer.args
-    state = files.read_json(checkpoint / "trainer_state.json")
+    state = TrainerState.load_from_json(str(checkpoint / STATE))
     if stopped_early(state, patience):
         return 0
     planned = args.max_steps
     if planned <= 0:
-        rows_at_a_time = args.train_batch_size * args.world_size
-        batches = math.ceil(len(trainer.train_dataset) / rows_at_a_time)
-        steps_per_epoch = max(math.ceil(batches / args.gradient_accumulation_steps), 1)
+        batch = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        steps_per_epoch = math.ceil(len(trainer.train_dataset) / batch)
         planned = math.ceil(args.num_train_epochs * steps_per_epoch)
-    return max(planned - state["global_step"], 0)
+    return max(planned - state.global_step, 0)

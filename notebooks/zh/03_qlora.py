@@ -191,7 +191,7 @@ my_percent = None
 # %% [markdown]
 # ## 训练
 #
-# 配置里的 `sft` 一块就是 `SFTConfig` 的参数，上面的表讲了主要几个的理由。样本首尾相接，不补 padding（`padding_free`）；开了 packing，会先拼成不超过 `max_length` 个 token 的序列。第一步之前（`eval_on_start`）和每次保存时（`eval_steps`）都会算验证损失；`load_best_model_at_end` 保留验证损失最低的那一步。`training.bookkeeping` 补上和学习本身无关的设置：目录、保存、随机种子。`report_to` 写的是把数字记到哪些工具里：TensorBoard（下面输出的第二行写着在这台机器上怎么打开）；W&B，有 `WANDB_API_KEY` 就在线记录；设了 `SWANLAB_API_KEY` 或 `SWANLAB_MODE=offline`，还有 SwanLab。想用 transformers 支持的别的工具，就写 `SET = "sft.report_to=[mlflow]"`。在另一个终端里运行 `python -m nbutils watch`，可以看训练进度。
+# 配置里的 `sft` 一块就是 `SFTConfig` 的参数，上面的表讲了主要几个的理由。样本首尾相接，不补 padding（`padding_free`）；开了 packing，会先拼成不超过 `max_length` 个 token 的序列。第一步之前（`eval_on_start`）和每次保存时（`eval_steps`）都会算验证损失；`load_best_model_at_end` 保留验证损失最低的那一步。`training.bookkeeping` 补上和学习本身无关的设置：目录、保存、随机种子。`report_to` 写的是把数字记到哪些工具里：TensorBoard（下面输出的第二行写着在这台机器上怎么打开）；W&B，有 `WANDB_API_KEY` 就在线记录；设了 `SWANLAB_API_KEY` 或 `SWANLAB_MODE=offline`，装了 SwanLab 就还有它。想用 transformers 支持的别的工具，就写 `SET = "sft.report_to=[mlflow]"`。在另一个终端里运行 `python -m nbutils watch`，可以看训练进度。
 
 # %%
 from nbutils import tracking

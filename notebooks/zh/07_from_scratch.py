@@ -140,7 +140,8 @@ print(len(tokenizer), "个 token；", [tokenizer.decode([i]) for i in ids])
 # %%
 from datasets import IterableDataset
 
-separator, rest = pretraining.separator_of(tokenizer), []
+separator = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+rest = []
 
 
 def cut_into_rows(batch: dict) -> dict:
@@ -160,25 +161,51 @@ print(rows)
 # %% [markdown]
 # ## 模型
 #
-# 结构和 Qwen2.5 一样，只是小得多：每个注意力头的宽度是 64，MLP 的宽度是模型的两倍半，输入和输出共用一个 embedding 矩阵（`tie_word_embeddings`）。
+# 结构和 Qwen2.5 一样，只是小得多：每个注意力头的宽度是 64，两个查询头共用一组键和值，MLP 的宽度是模型的两倍半，输入和输出共用一个 embedding 矩阵（`tie_word_embeddings`）。
 
 # %%
-config = pretraining.make_config(WIDTH, DEPTH, tokenizer, LENGTH)
+from transformers import Qwen2Config
+
+sizes = {"vocab_size": len(tokenizer), "hidden_size": WIDTH, "intermediate_size": WIDTH * 5 // 2, "num_hidden_layers": DEPTH}
+heads = {"num_attention_heads": WIDTH // 64, "num_key_value_heads": WIDTH // 128, "max_position_embeddings": max(1024, LENGTH)}
+ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+config = Qwen2Config(**sizes, **heads, **ends, tie_word_embeddings=True)
 print(pretraining.shape_of(config))
 
 # %% [markdown]
 # ## 训练配方和预估
 #
-# 模型越宽，学习率要越小，所以学习率由宽度算出。下表是 `plan` 的预估：有 GPU 就列你的 GPU，没有就列两种常租的显卡；“样本”一列是一次算几行。从零训练，每个参数大约要 20 个 token；少得太多，模型学到的只是词，学不会语言；同一份文本训练太多轮，又会背下来。
+# 这些都是 `SFTConfig` 的参数，用 `SET` 可以改任何一个。模型越宽，学习率要越小，所以学习率由宽度算出；它先用十分之一的步数（最多 100 步）升上去，再沿余弦曲线下降；一共保存十次。下表是 `plan` 的预估：有 GPU 就列你的 GPU，没有就列两种常租的显卡；“样本”一列是一次算几行。从零训练，每个参数大约要 20 个 token；少得太多，模型学到的只是词，学不会语言；同一份文本训练太多轮，又会背下来。
 
 # %%
-profile = pretraining.with_recipe(lesson.resolved, config, rows, steps=STEPS, batch=BATCH, save_steps=SAVE_STEPS)
+import math
+
+steps = STEPS or (300 if texts.bundled else math.ceil(len(rows.train) / BATCH))
+recipe = {
+    "max_length": LENGTH,
+    "max_steps": steps,
+    "num_train_epochs": 0.0,
+    "learning_rate": float(f"{0.5 / WIDTH:.1e}"),
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": min(0.1, 100 / steps),
+    "weight_decay": 0.1,
+    "max_grad_norm": 1.0,
+    "optim": "adamw_torch_fused",
+    "packing": False,
+    "activation_offloading": False,
+    "use_liger_kernel": False,
+    "logging_steps": max(1, min(10, steps // 100)),
+    "save_steps": SAVE_STEPS or max(1, min(500, math.ceil(steps / 10))),
+    "save_total_limit": 2,
+    "load_best_model_at_end": True,
+}
+profile = pretraining.with_recipe(lesson.resolved, config, recipe, batch=BATCH, held_out=len(rows.eval))
+print(f"{profile.sft.max_steps:,} 步，{profile.sft.max_steps * BATCH / len(rows.train):.2g} 轮；学习率 {profile.sft.learning_rate:g}")
 
 # %% [markdown]
 # 权重一开始是随机数；种子固定，每次的随机数就一样。训练时权重保持 float32，在 GPU 上矩阵乘法用 16 bit 计算。
 
 # %%
-import math
 import torch
 from transformers import Qwen2ForCausalLM, set_seed
 
@@ -198,10 +225,12 @@ loss = torch.nn.functional.cross_entropy(logits[0, :-1].float(), row[0, 1:]).ite
 print(f"损失 {loss:.2f}，困惑度 {math.exp(loss):,.0f}；log({len(tokenizer)}) 是 {math.log(len(tokenizer)):.2f}")
 
 # %% [markdown]
-# 训练之前，模型会怎样续写？只会反复输出一两个 token。
+# 训练之前，模型会怎样续写？提示是三行留出文本各自的前 24 个 token；`do_sample=False` 每次都取概率最大的 token，所以结果总是一样。现在它只会反复输出一两个 token。
 
 # %%
-before = pretraining.continue_texts(model, tokenizer, rows.prompts)
+prompts = torch.tensor(rows.eval[:3]["input_ids"], device=model.device)[:, :24]
+options = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 40, "do_sample": False, "pad_token_id": separator}
+before = tokenizer.batch_decode(model.eval().generate(prompts, **options)[:, prompts.shape[1] :])
 print(*map(repr, before), sep="\n")
 
 # %% [markdown]
@@ -265,18 +294,22 @@ display.plot_losses(result.history, lesson.run.logs / "loss.png", title="预训�
 # 再续写同样的文本。训练时间短，只学得到文风，学不到事实；增加文本、步数、宽度和层数都有用。
 
 # %%
-after = pretraining.continue_texts(trainer.model, tokenizer, rows.prompts)
-display.show_table([{"文本": a, "训练前": repr(b), "训练后": repr(c)} for a, b, c in zip(rows.prompts, before, after, strict=True)])
+after = tokenizer.batch_decode(model.eval().generate(prompts, **options)[:, prompts.shape[1] :])
+asked = tokenizer.batch_decode(prompts)
+display.show_table([{"文本": a, "训练前": repr(b), "训练后": repr(c)} for a, b, c in zip(asked, before, after, strict=True)])
 
 # %% [markdown]
 # ## 保存
 #
-# 权重存成 bfloat16，tokenizer 带着对话模板。把这个路径填进第 03 课的 `MODEL`，就能像其他模型一样微调。到时候能学会多少，要看模型在这里读过什么：从没见过对话的模型，需要更多样本。
+# 权重存成 bfloat16，tokenizer 带着对话模板；文件夹写完整了才改成正式的名字。把这个路径填进第 03 课的 `MODEL`，就能像其他模型一样微调。到时候能学会多少，要看模型在这里读过什么：从没见过对话的模型，需要更多样本。
 
 # %%
-from nbutils import disk
+from nbutils import disk, files
 
-folder = pretraining.save_model(result, tokenizer)
+folder = lesson.run.path / "base"
+with files.complete_folder(folder, result.stamp()) as place:
+    model.save_pretrained(place, state_dict={name: weight.to(torch.bfloat16) for name, weight in model.state_dict().items()})
+    tokenizer.save_pretrained(place)
 print(f"{folder}：{disk.folder_gib(folder) * 1024:.1f} MiB")
 
 # %% [markdown]
