@@ -23,9 +23,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from nbutils import display, environments, files, hardware, models, serving
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, require_choice
 from nbutils.language import joined, tr
-from nbutils.merging.folder import read_header
+from nbutils.merging.folder import StoredTensor, read_header
 from nbutils.serving.server import KEY_VARIABLE, NO_KEY, SERVER_SIDE_CODE, reach_directly
 
 RIVALS = ("generate", "transformers-serve")
@@ -141,13 +141,9 @@ def bench_serve(
         variables = environments.variables(extra)
         ended = subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if ended.returncode:
-            lines = "\n".join(ended.stderr.strip().splitlines()[-3:])
             raise CourseError(
-                tr("`vllm bench serve` stopped: {lines}", lines=lines),
-                todo=tr(
-                    "Correct what is named above. If it is the tokenizer, give the folder of the served model "
-                    "with --model."
-                ),
+                tr("`vllm bench serve` stopped: {lines}", lines="\n".join(ended.stderr.strip().splitlines()[-3:])),
+                todo=tr("If the tokenizer is named, give the folder of the served model with --model."),
             )
         return read_level(engine, files.read_json(Path(folder) / "result.json"))
 
@@ -157,13 +153,12 @@ def read_level(engine: str, result: Mapping[str, Any]) -> Level:
     errors = [error.strip().splitlines()[-1] for error in result["errors"] if error]
     if not result["completed"]:
         raise CourseError(
-            tr("Not one of {requests} requests was answered: {error}", requests=len(errors), error=errors[0]),
+            tr("Not one request was answered: {error}", error=errors[0]),
             todo=tr("Read the server's log, and check --name and the key in VLLM_API_KEY."),
         )
-
-    def saved_percentiles(metric: str) -> Percentiles:
-        return {f"p{share}": round(result[f"p{share}_{metric}_ms"], 2) for share in PERCENTILES}
-
+    times = {}
+    for metric in ("ttft", "tpot", "e2el"):
+        times[metric] = {f"p{share}": round(result[f"p{share}_{metric}_ms"], 2) for share in PERCENTILES}
     return Level(
         engine,
         concurrency=result["max_concurrency"],
@@ -172,9 +167,9 @@ def read_level(engine: str, result: Mapping[str, Any]) -> Level:
         first_error=errors[0] if errors else "",
         seconds=round(result["duration"], 3),
         tokens_per_second=round(result["output_throughput"], 1),
-        ttft_ms=saved_percentiles("ttft"),
-        tpot_ms=saved_percentiles("tpot"),
-        latency_ms=saved_percentiles("e2el"),
+        ttft_ms=times["ttft"],
+        tpot_ms=times["tpot"],
+        latency_ms=times["e2el"],
     )
 
 
@@ -335,9 +330,8 @@ class Benchmark:
             "vllm": self.vllm,
             "transformers-serve": self.transformers_serve,
         }
-        for name, measure in steps.items():
-            if name in engines:
-                self.attempt(name, measure, folder)
+        for name in dict.fromkeys(engines):
+            self.attempt(name, steps[name], folder)
 
     def attempt(self, name: str, measure: Callable[[Path], None], folder: Path) -> None:
         """Measure one engine; if it fails, the reason is kept and the others go on."""
@@ -408,13 +402,12 @@ class Benchmark:
 
 def bytes_read_per_token(folder: Path) -> int:
     """The size of the weights without the embedding, of which a token needs one row, unless it is the output too."""
-    sizes: dict[str, int] = {}
+    weights: dict[str, StoredTensor] = {}
     for file in folder.glob("*.safetensors"):
-        for name, tensor in read_header(file).items():
-            sizes[name] = tensor.size
-    if "lm_head.weight" in sizes:
-        sizes.pop("model.embed_tokens.weight", None)
-    return sum(sizes.values())
+        weights |= read_header(file)
+    if "lm_head.weight" in weights:
+        weights.pop("model.embed_tokens.weight", None)
+    return sum(tensor.size for tensor in weights.values())
 
 
 def level_row(level: Level) -> dict[str, Any]:
@@ -455,24 +448,15 @@ def parse_rivals(text: str) -> list[str]:
     """
     names = [part.strip() for part in text.split(",") if part.strip()]
     for name in names:
-        if name not in RIVALS:
-            raise CourseError(
-                tr("There is no rival called {name!r}.", name=name),
-                allowed=tr("{rivals}, separated by commas, or nothing", rivals=", ".join(RIVALS)),
-                todo=tr("Correct the name, or leave it out."),
-            )
+        require_choice(tr("A rival"), name, RIVALS)
     return names
 
 
 def parse_concurrency(text: str) -> tuple[int, ...]:
     """`1,8,32` as numbers."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise CourseError(
-            tr("--concurrency is {text!r}.", text=text),
-            allowed=tr("positive whole numbers, separated by commas"),
-            todo=tr("Write it like 1,8,32."),
-        )
-    return tuple(sorted({int(part) for part in text.split(",")}))
+        raise CourseError(tr("--concurrency is {text!r}.", text=text), todo=tr("Write it like 1,8,32."))
+    return tuple(map(int, text.split(",")))
 
 
 def bench_url(url: str, name: str, model: Path | None, benchmark: Benchmark) -> None:
@@ -509,11 +493,7 @@ def measure_speed(
     elif model:
         bench_model(model, benchmark, rivals)
     else:
-        raise CourseError(
-            tr("Neither a model nor a server was named."),
-            allowed=tr("--model FOLDER, or --url URL"),
-            todo=tr("Give one of them."),
-        )
+        raise CourseError(tr("Neither a model nor a server was named."), todo=tr("Give --model FOLDER or --url URL."))
     if out:
         benchmark.plot(out / "bench.png")
     if benchmark.left_out:

@@ -339,7 +339,7 @@ def export_env() -> None:
 @argument("to")
 @option("--public", is_flag=True, help="Let everyone see it; without this it is private.")
 def push(folder: Path, to: str, public: bool) -> None:
-    """Upload the model FOLDER: TO is hub:owner/name, modelscope:owner/name, kaggle:owner/name, or a file.tar."""
+    """Upload the model FOLDER: TO is hub:owner/name, modelscope:owner/name, or a file.tar."""
     is_file = to.endswith(".tar")
     print(sharing.single_file(folder, Path(to)) if is_file else sharing.push(folder, to, private=not public))
 

@@ -167,16 +167,15 @@ def compare_answers(served: Sequence[Answer], stored: Sequence[Answer]) -> Answe
     same_prompts = 0
     same_answers = 0
     difference = ""
-    for index, (ours, theirs) in enumerate(zip(served, stored, strict=True)):
+    for ours, theirs in zip(served, stored, strict=True):
+        same_prompt = ours.prompt_ids == theirs.prompt_ids
         same_answer = ours.token_ids == theirs.token_ids if by_token else ours.text == theirs.text
-        same_prompt = by_token and ours.prompt_ids == theirs.prompt_ids
-        same_answers += same_answer
         same_prompts += same_prompt
-        differs = not same_answer or (by_token and not same_prompt)
-        if differs and not difference:
+        same_answers += same_answer
+        is_same = same_answer and (same_prompt or not by_token)
+        if not is_same and not difference:
             difference = tr(
-                "Row {index} differs: {served!r} from the server, {stored!r} in lesson 04.",
-                index=index,
+                "The first that differs: {served!r} from the server, {stored!r} in lesson 04.",
                 served=ours.text,
                 stored=theirs.text,
             )
@@ -184,10 +183,12 @@ def compare_answers(served: Sequence[Answer], stored: Sequence[Answer]) -> Answe
 
 
 def stop_leftover_servers(run: Path, stop_others: bool = False) -> None:
-    """Stop the servers that work in a run folder; that of another living kernel only with `stop_others`.
+    """Stop this kernel's servers, and those that work in a run folder; another kernel's only with `stop_others`.
 
     Example: stop_leftover_servers(Path("runs/tiny"))
     """
+    for server in SERVERS.values():
+        server.stop()
     supervisor = str(processes.SUPERVISOR)
     for process in psutil.process_iter(["cmdline", "cwd"]):
         words = process.info["cmdline"] or []
@@ -195,21 +196,13 @@ def stop_leftover_servers(run: Path, stop_others: bool = False) -> None:
         if supervisor not in words or "--port" not in words or not Path(folder).is_relative_to(run.absolute()):
             continue
         kernel = int(words[words.index(supervisor) + 1])
-        port = words[words.index("--port") + 1]
-        if kernel != os.getpid() and psutil.pid_exists(kernel) and not stop_others:
+        if psutil.pid_exists(kernel) and not stop_others:
             raise CourseError(
                 tr(
-                    "A server is still up on port {port} (process {pid}), started by another kernel (process {owner}).",
-                    port=port,
+                    "Another kernel (process {kernel}) has a server up for this run (process {pid}).",
+                    kernel=kernel,
                     pid=process.pid,
-                    owner=kernel,
                 ),
-                todo=tr(
-                    "Use that one (http://127.0.0.1:{port}/v1), close its notebook, or set STOP_OTHERS to True.",
-                    port=port,
-                ),
+                todo=tr("Close its notebook, or set STOP_OTHERS to True."),
             )
-        print(tr("A server is still up on port {port} (process {pid}): it is stopped now.", port=port, pid=process.pid))
-        if own_server := SERVERS.get(f"http://127.0.0.1:{port}/v1"):
-            own_server.stop()
         processes.end(process.pid, server_module.GRACE_SECONDS)

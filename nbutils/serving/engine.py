@@ -24,9 +24,7 @@ from nbutils.errors import CourseError
 from nbutils.language import joined, tr
 
 PREFIX = "NBUTILS_SERVE"  # NBUTILS_SERVE_PYTHON, NBUTILS_SERVE_ENV
-PROBE = """import json, torch, transformers, vllm
-print(json.dumps({"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}))
-"""
+IMPORTS = "torch, transformers, vllm"
 TABLE: dict[str, Any] = yaml.safe_load((files.CONFIGS / "serving.yaml").read_text(encoding="utf-8"))
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
@@ -99,7 +97,7 @@ def ensure_environment(engine: str = "auto") -> ServingEnvironment:
     if engine == "vllm-cpu":  # one core is left to the process that takes requests
         threads = max(1, round(platforms.processors()) - 1)
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
-    spec = environments.EnvironmentSpec(engine, build.steps, build.remove, PROBE, build.needs_gib, PREFIX)
+    spec = environments.EnvironmentSpec(engine, build.steps, build.remove, IMPORTS, build.needs_gib, PREFIX)
     python = environments.ensure(spec, environments.place(PREFIX, "serve"))
     return ServingEnvironment(python, engine, variables)
 
@@ -109,8 +107,7 @@ def row_for(gpu: hardware.GPU | None) -> dict[str, Any]:
     *generations, cpu = TABLE["gpus"]
     if gpu is None:
         return dict(cpu)
-    fitting = [row for row in generations if gpu.capability >= tuple(row["capability_from"])]
-    return dict(fitting[0])
+    return dict(next(row for row in generations if gpu.capability >= tuple(row["capability_from"])))
 
 
 def flags_for(gpu: hardware.GPU | None, folder: Path) -> dict[str, Any]:
@@ -118,9 +115,8 @@ def flags_for(gpu: hardware.GPU | None, folder: Path) -> dict[str, Any]:
 
     Example: flags_for(lesson.gpu, Path("runs/tiny/merged"))["dtype"]
     """
-    row = row_for(gpu)
-    flags = dict(row["flags"])
-    if gpu and gpu.count > 1 and row["engine"] == "vllm":
+    flags = dict(row_for(gpu)["flags"])
+    if gpu and gpu.count > 1:
         flags["tensor-parallel-size"] = tensor_parallel(folder, gpu.count)
     return flags
 

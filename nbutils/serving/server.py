@@ -11,13 +11,11 @@ import re
 import secrets
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,17 +39,9 @@ SERVER_SIDE_CODE = Path(__file__).parent / "inside"
 GRACE_SECONDS = 10.0
 SERVERS: dict[str, Server] = {}  # those this kernel started, by URL
 # of a line in vLLM's log: process, level, time and module; then what an error looks like, and one that names no cause
-PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?((DEBUG|INFO|ERROR) \d\d-\d\d [\d:]+ \[[\w.]+:\d+\] ?)?")
+LINE_PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?((DEBUG|INFO|ERROR) \d\d-\d\d [\d:]+ \[[\w.]+:\d+\] ?)?")
 ERROR = re.compile(r"^\s*([\w.]*\.)?[A-Z]\w*(Error|Exception): .+|^\s*Value error, .+|^[\w.]*:? ?error: .+")
 POINTS_ELSEWHERE = re.compile(r"Engine core initialization failed|[Ss]ee (root cause|stack trace)|CalledProcessError")
-IMPORTING = "importing the engine's libraries"
-PHASES = {  # what vLLM's log says -> what the learner reads while it starts
-    "Initializing a V1 LLM engine": "starting the engine",
-    "Starting to load model": "loading the weights",
-    "Compiling a graph": "compiling",
-    "KV cache size": "reserving the cache",
-    "Capturing CUDA graph": "capturing CUDA graphs",
-}
 
 
 def preferred_port(platform: platforms.Platform, engine: str = "vllm") -> int:
@@ -196,35 +186,28 @@ class Server:
             self.process = processes.supervised(self.command(), variables, self.log.parent, output, GRACE_SECONDS)
         SERVERS[self.url] = self
         atexit.register(self.stop)
-        if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()):
-            shell.events.register("post_run_cell", self._after_cell)
         return self
 
     def wait(self, timeout: float = 600.0) -> float:
-        """Wait until the server answers and print what it is doing; returns the seconds it took."""
+        """Wait until the server answers; returns the seconds it took."""
+        print(tr("The server is starting, which may take minutes. Its log: {log}", log=self.log), flush=True)
         started = time.monotonic()
-        phase = ""
         while not self.answers():
-            seconds = time.monotonic() - started
             if not self.running:
                 self.require()
-            log = read_log(self.log)
-            if seconds > timeout:
+            if time.monotonic() - started > timeout:
                 self.stop()
                 raise CourseError(
                     tr(
                         "The server did not answer within {seconds:.0f} s. Its log:\n{log}",
                         seconds=timeout,
-                        log=log.problem,
+                        log=last_errors(self.log),
                     ),
                     todo=tr("Pass a longer timeout to wait(), or read {log}.", log=self.log),
                 )
-            if log.phase != phase:
-                phase = log.phase
-                print(f"{seconds:4.0f} s  {tr(phase)}", flush=True)
             time.sleep(0.5)
         seconds = time.monotonic() - started
-        print(f"{seconds:4.0f} s  {tr('the server is ready at {url}', url=self.url)}", flush=True)
+        print(tr("After {seconds:.0f} s it is ready at {url}", seconds=seconds, url=self.url), flush=True)
         return seconds
 
     def answers(self) -> bool:
@@ -251,34 +234,22 @@ class Server:
         if status is None and health(self.root) != 503:  # 503: vLLM's engine is dead
             return
         self.stop()
-        problem = read_log(self.log).problem
-        environments.require_imports(self.environment.python, problem)
         raise CourseError(
             tr(
                 "The server at {url} is gone (exit status {status}):\n{problem}",
                 url=self.url,
                 status=status,
-                problem=problem,
+                problem=last_errors(self.log),
             ),
             todo=tr(
                 "Correct what it names, and run the cell that starts the server again. If memory is short (exit status "
                 "137 is one sign), free the GPU (print(serving.free_gpu_memory()) shows who holds it) or lower "
-                "max-num-seqs, max-model-len or gpu-memory-utilization. The log is {log}.",
+                "max-num-seqs, max-model-len or gpu-memory-utilization. If a package cannot be imported, remove the "
+                "folder {folder}: it is built anew. The log is {log}.",
+                folder=environments.place(engines.PREFIX, "serve"),
                 log=self.log,
             ),
         )
-
-    def _after_cell(self, result: Any) -> None:
-        """After each notebook cell: report a server that died; stop the server if the cell failed."""
-        if self.process is None or (self.running and getattr(result, "success", True)):
-            return
-        try:
-            self.require()
-        except CourseError as problem:
-            print(f"[FAIL] {problem}")
-            return
-        self.stop()
-        print(tr("A cell failed, so the server was stopped. Run the cell that starts it again to go on."))
 
     def __enter__(self) -> Server:
         self.start().wait()
@@ -288,26 +259,16 @@ class Server:
         self.stop()
 
 
-@dataclass(frozen=True)
-class Log:
-    """What the log of a server says."""
+def last_errors(log: Path) -> str:
+    """The last three errors in a log, or its last lines if there are none.
 
-    phase: str  # what it is doing
-    problem: str  # its last three errors, or its last lines if there are none
-
-
-def read_log(file: Path) -> Log:
-    """Read a log; problems are without process and date, and without the input that pydantic quotes."""
-    lines = []
+    They are without process and date, and without the input that pydantic quotes.
+    """
+    text = log.read_text("utf-8", errors="replace").strip()
+    lines = [LINE_PREFIX.sub("", line).rstrip() for line in text.splitlines()]
     errors = []
-    phase = IMPORTING
-    for line in file.read_text("utf-8", errors="replace").strip().splitlines():
-        line = PREFIX.sub("", line).rstrip()
-        lines.append(line)
+    for line in lines:
         if ERROR.search(line) and not POINTS_ELSEWHERE.search(line):
             errors.append(line.partition(" [type=")[0])
-        for logged, meaning in PHASES.items():
-            if logged in line:
-                phase = meaning
     distinct = list(dict.fromkeys(errors))
-    return Log(phase, "\n".join(distinct[-3:] or lines[-12:]))
+    return "\n".join(distinct[-3:] or lines[-12:])
