@@ -20,12 +20,10 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from nbutils import display, environments, files, hardware, models, serving
+from nbutils import display, environments, files, hardware, serving
 from nbutils.errors import CourseError, require_choice
 from nbutils.language import joined, tr
-from nbutils.merging.folder import StoredTensor, read_header
 from nbutils.serving.server import KEY_VARIABLE, NO_KEY, SERVER_SIDE_CODE, reach_directly
 
 RIVALS = ("generate", "transformers-serve")
@@ -179,13 +177,12 @@ def measure_by_client(server: serving.Server, engine: str, settings: Load, concu
 
     client = server.client(timeout=300.0, max_retries=0)
     tokenizer = AutoTokenizer.from_pretrained(server.model, trust_remote_code=False)
-    prompt_ids = settings.prompts(tokenizer, concurrency)
-    prompts = [tokenizer.decode(ids) for ids in prompt_ids]
+    prompts = [tokenizer.decode(ids) for ids in settings.prompts(tokenizer, concurrency)]
     tokens = settings.answer_tokens
     request = partial(time_request, client, server.model_name, tokens)
-    list(serving.send_concurrently(request, prompts[:1], server.url))  # the first one is slow
+    serving.send_concurrently(request, prompts[:1], server.url)  # the first one is slow
     started = time.perf_counter()
-    latencies = list(serving.send_concurrently(request, prompts, server.url, at_once=concurrency))
+    latencies = serving.send_concurrently(request, prompts, server.url, at_once=concurrency)
     seconds = time.perf_counter() - started
     return summarize(engine, concurrency, latencies, tokens=tokens, seconds=seconds)
 
@@ -243,7 +240,6 @@ class Benchmark:
     settings: Load
     about: dict[str, Any]
     levels: list[Level] = field(default_factory=list)
-    bandwidth_limit: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine: what its weights allow at 1
     left_out: dict[str, str] = field(default_factory=dict)
 
     def add(self, level: Level) -> None:
@@ -259,28 +255,11 @@ class Benchmark:
             flush=True,
         )
 
-    def add_limit(self, engine: str, folder: Path, device: str = "cuda", size: int = 2**30) -> None:
-        """The most tokens a second for one stream, which reads all weights but an embedding: measured by copying."""
-        import torch
-        from torch.utils.benchmark import Timer
-
-        source = torch.ones(size, dtype=torch.uint8, device=device)
-        timer = Timer("target.copy_(source)", globals={"source": source, "target": torch.empty_like(source)})
-        bandwidth = 2 * size / timer.timeit(10).mean  # each byte is read once and written once
-        weights = bytes_read_per_token(folder)
-        self.bandwidth_limit[engine] = {
-            "weights_gb": weights / 1e9,
-            "copy_gb_per_second": bandwidth / 1e9,
-            "tokens_per_second": round(bandwidth / weights, 1),
-        }
-        self.save()
-
     def speeds(self) -> dict[str, dict[str, float]]:
         """Tokens a second by engine and concurrency."""
         speeds: dict[str, dict[str, float]] = {}
         for level in self.levels:
-            of_engine = speeds.setdefault(level.engine, {})
-            of_engine[str(level.concurrency)] = level.tokens_per_second
+            speeds.setdefault(level.engine, {})[str(level.concurrency)] = level.tokens_per_second
         return speeds
 
     def as_dict(self) -> dict[str, Any]:
@@ -304,14 +283,6 @@ class Benchmark:
                 " 99 % of the requests took no longer. errors: failed / all."
             )
         )
-        for engine, limit in self.bandwidth_limit.items():
-            print(
-                tr(
-                    "{engine}, one at a time: at most {speed:,} tokens/s, by memory bandwidth.",
-                    engine=engine,
-                    speed=limit["tokens_per_second"],
-                )
-            )
 
     def plot(self, path: Path | None = None) -> None:
         """Tokens a second over the concurrency."""
@@ -366,11 +337,8 @@ class Benchmark:
 
     def vllm(self, folder: Path, name: str = "vllm") -> None:
         """vLLM with its defaults; only what this GPU wants and the prompts need is set."""
-        gpu = hardware.gpu()
-        if gpu:
-            self.add_limit(name, folder)
         settings = self.settings
-        flags = serving.flags_for(gpu, folder)
+        flags = serving.flags_for(hardware.gpu(), folder)
         flags["served-model-name"] = "bench"
         flags["max-num-seqs"] = max(settings.concurrency)
         flags["max-model-len"] = settings.prompt_tokens + settings.answer_tokens + SPARE_TOKENS
@@ -400,16 +368,6 @@ class Benchmark:
             self.add(level)
 
 
-def bytes_read_per_token(folder: Path) -> int:
-    """The size of the weights without the embedding, of which a token needs one row, unless it is the output too."""
-    weights: dict[str, StoredTensor] = {}
-    for file in folder.glob("*.safetensors"):
-        weights |= read_header(file)
-    if "lm_head.weight" in weights:
-        weights.pop("model.embed_tokens.weight", None)
-    return sum(tensor.size for tensor in weights.values())
-
-
 def level_row(level: Level) -> dict[str, Any]:
     """A level as a row of the table."""
     return {
@@ -431,12 +389,10 @@ def in_one_cell(times: Percentiles | None) -> str:
 
 
 def bench_model(folder: Path, benchmark: Benchmark, rivals: Sequence[str]) -> None:
-    """Measure a model folder: plain generate, what serves it best on this machine, and `transformers serve`."""
+    """Measure a model folder in its rivals, and in what serves it best on this machine."""
     hardware.share_processors()
-    models.model_folder(folder)  # refuses what is none
     gpu = hardware.gpu()
-    machine = gpu.name if gpu else "cpu"
-    benchmark.about |= {"model": folder.name, "dtype": hardware.dtype(gpu).value, "machine": machine}
+    benchmark.about |= {"model": folder.name, "machine": gpu.name if gpu else "cpu"}
     own = "transformers-serve" if hardware.engine(gpu).value == "transformers" else "vllm"
     benchmark.run(folder, [*rivals, own])
 
@@ -464,7 +420,7 @@ def bench_url(url: str, name: str, model: Path | None, benchmark: Benchmark) -> 
     from openai import OpenAI
 
     url = f"{url.rstrip('/').removesuffix('/v1')}/v1"
-    reach_directly(urlsplit(url).hostname or "127.0.0.1")
+    reach_directly()
     key = os.environ.get(KEY_VARIABLE)
     client = OpenAI(base_url=url, api_key=key or NO_KEY, timeout=10.0, max_retries=0)
     try:

@@ -13,7 +13,7 @@ import click
 from click import argument, option
 
 # the other rooms load numpy
-from nbutils import checkpoints, course, display, doctor, hardware, install, plan, record, sharing
+from nbutils import checkpoints, course, display, doctor, install, plan, record, sharing
 from nbutils.errors import CourseError
 from nbutils.language import print_whatever, printable, tr
 
@@ -278,7 +278,7 @@ def serve_env() -> None:
     """Make the environment that lesson 05 serves from, or check that it is there."""
     from nbutils import serving
 
-    environment = serving.ensure_environment(hardware.engine(hardware.gpu()).value)
+    environment = serving.ensure_environment()
     print(tr("serving environment: {engine}, {python}", engine=environment.engine, python=environment.python))
 
 

@@ -20,7 +20,7 @@ from nbutils.language import tr
 from nbutils.merging.folder import read_header
 from nbutils.models import HUB_ID
 
-SHARED = ("*.safetensors", "*.gguf", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.py")
+SHARED = (".safetensors", ".gguf", ".json", ".txt", ".jinja", ".model", ".tiktoken", ".py")
 NOT_UPLOADED = (files.STAMP, "training.json", "trainer_state.json")  # ours
 LOCAL_PATH = re.compile(r"/[^/]+/|~[/\\]|file://|[A-Za-z]:[/\\]|\\\\")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")  # their tokens may look like paths
@@ -84,14 +84,11 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
 
 def _model_files(folder: Path) -> tuple[list[Path], float]:
     """The files of a model and their GiB; a link counts as its file, hidden and half-written files do not count."""
-    parts = []
-    for pattern in SHARED:
-        parts += [file for file in folder.glob(pattern) if not file.name.startswith(".")]
+    parts = [file for file in folder.glob("*") if file.suffix in SHARED and not file.name.startswith(".")]
     has_model = any(file.name == "config.json" or file.suffix == ".gguf" for file in parts)
     if not has_model or not all(file.is_file() for file in parts):  # a broken link
         raise CourseError(
-            tr("{folder} is not a complete model folder.", folder=folder),
-            allowed=tr("a folder with config.json, or with a GGUF file, and no broken links"),
+            tr("{folder} lacks config.json or a GGUF file, or has broken links.", folder=folder),
             todo=tr("Give the merged folder of a run, or one of its exports."),
         )
     files.require_inside(folder, parts)
@@ -171,9 +168,11 @@ def parse_target(to: str) -> tuple[str, str]:
     kind, _, name = to.strip().partition(":")
     if kind not in HOSTS or not HUB_ID.fullmatch(name):
         raise CourseError(
-            tr("The target is {to!r}.", to=masking.mask_secrets(to)),
-            allowed=tr('hub:owner/name, modelscope:owner/name, or one file: "file" in PUSH_TO, NAME.tar in the command'),
-            todo=tr("Write it like this, with your own account as owner."),
+            tr("The target is {to!r}.", to=to),
+            todo=tr(
+                "Write hub:owner/name or modelscope:owner/name, with your own account as owner; for one file "
+                '"file" in PUSH_TO, NAME.tar in the command.'
+            ),
         )
     return kind, name
 

