@@ -157,8 +157,7 @@ class Export:
     def __str__(self) -> str:
         path = next(self.folder.glob("*.gguf"), self.folder)
         load = FORMATS[self.name].load.format(path=path)
-        size = tr("{mb:,.1f} MB, {ratio:.2f} of the merged model", mb=self.bytes / 1e6, ratio=self.ratio)
-        return f"{self.name}: {size}\n  {path}\n  {load}"
+        return f"{self.name}: {self.bytes / 1e6:,.1f} MB\n  {path}\n  {load}"
 
     @property
     def verdict(self) -> str:

@@ -181,10 +181,10 @@ def to_words(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def lora_flags(adapters: Mapping[str, Path], engine: str) -> dict[str, Any]:
+def lora_flags(adapters: Mapping[str, Path]) -> dict[str, Any]:
     """The flags that serve LoRA adapters unmerged, each under its own name; what vLLM would serve wrong is refused.
 
-    On a CPU one slot stays empty: when requests for base and adapter share a step, vLLM 0.32 computes those for the
+    One slot stays empty: when requests for base and adapter share a step, vLLM 0.32 on a CPU computes those for the
     base with the weights of the last slot.
     """
     if not adapters:
@@ -192,7 +192,7 @@ def lora_flags(adapters: Mapping[str, Path], engine: str) -> dict[str, Any]:
     largest = max(adapter_rank(folder) for folder in adapters.values())
     return {
         "enable-lora": True,
-        "max-loras": len(adapters) + 1 if engine == "vllm-cpu" else len(adapters),
+        "max-loras": len(adapters) + 1,
         "max-lora-rank": min(rank for rank in LORA_RANKS if rank >= largest),
         "lora-modules": [f"{name}={folder.absolute()}" for name, folder in adapters.items()],
     }

@@ -115,7 +115,7 @@ class Server:
         self.environment = environment
         self.model = str(Path(model).absolute() if Path(model).is_dir() else model)
         adapters = adapters or {}
-        self.flags = engines.normalize(flags or {}) | engines.lora_flags(adapters, environment.engine)
+        self.flags = engines.normalize(flags or {}) | engines.lora_flags(adapters)
         self.port = free_port(port)
         self.api_key: str | None = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
         if environment.engine == "transformers":
