@@ -259,7 +259,8 @@ class Benchmark:
         """Tokens a second by engine and concurrency."""
         speeds: dict[str, dict[str, float]] = {}
         for level in self.levels:
-            speeds.setdefault(level.engine, {})[str(level.concurrency)] = level.tokens_per_second
+            of_engine = speeds.setdefault(level.engine, {})
+            of_engine[str(level.concurrency)] = level.tokens_per_second
         return speeds
 
     def as_dict(self) -> dict[str, Any]:
@@ -392,7 +393,8 @@ def bench_model(folder: Path, benchmark: Benchmark, rivals: Sequence[str]) -> No
     """Measure a model folder in its rivals, and in what serves it best on this machine."""
     hardware.share_processors()
     gpu = hardware.gpu()
-    benchmark.about |= {"model": folder.name, "machine": gpu.name if gpu else "cpu"}
+    benchmark.about["model"] = folder.name
+    benchmark.about["machine"] = gpu.name if gpu else "cpu"
     own = "transformers-serve" if hardware.engine(gpu).value == "transformers" else "vllm"
     benchmark.run(folder, [*rivals, own])
 
@@ -427,7 +429,7 @@ def bench_url(url: str, name: str, model: Path | None, benchmark: Benchmark) -> 
         first = client.models.list().data[0]
     except Exception as problem:  # whatever answers there need not be an OpenAI-compatible server
         raise CourseError(
-            tr("{url} did not answer like an OpenAI-compatible server ({problem}).", url=url, problem=repr(problem)),
+            tr("{url} did not answer like an OpenAI-compatible server ({problem!r}).", url=url, problem=problem),
             todo=tr("Start it first, correct --url, or set VLLM_API_KEY to the key it was started with."),
         ) from problem
     tokenizer = str(model or getattr(first, "root", None) or first.id)  # vLLM says where its model came from

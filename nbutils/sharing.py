@@ -86,7 +86,8 @@ def _model_files(folder: Path) -> tuple[list[Path], float]:
     """The files of a model and their GiB; a link counts as its file, hidden and half-written files do not count."""
     parts = [file for file in folder.glob("*") if file.suffix in SHARED and not file.name.startswith(".")]
     has_model = any(file.name == "config.json" or file.suffix == ".gguf" for file in parts)
-    if not has_model or not all(file.is_file() for file in parts):  # a broken link
+    has_broken_links = not all(file.is_file() for file in parts)
+    if has_broken_links or not has_model:
         raise CourseError(
             tr("{folder} lacks config.json or a GGUF file, or has broken links.", folder=folder),
             todo=tr("Give the merged folder of a run, or one of its exports."),
@@ -94,7 +95,8 @@ def _model_files(folder: Path) -> tuple[list[Path], float]:
     files.require_inside(folder, parts)
     for file in folder.glob("*.safetensors"):
         read_header(file)  # refuses one that is cut off
-    return sorted(parts), sum(file.stat().st_size for file in parts) / files.GIB
+    size = sum(file.stat().st_size for file in parts)
+    return sorted(parts), size / files.GIB
 
 
 def _fill(stage: Path, parts: Sequence[Path]) -> None:

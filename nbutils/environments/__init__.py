@@ -153,7 +153,7 @@ def _run_command(spec: EnvironmentSpec, folder: Path, command: list[str], env: d
     title = shlex.join(command)
     print(f"  {title}", flush=True)
     log = folder / "build.log"
-    if processes.run(command, env, log, lambda seconds: print(f"    {seconds:.0f} s", flush=True)) == 0:
+    if processes.run(command, env, log, spec.name) == 0:
         return
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     raise CourseError(

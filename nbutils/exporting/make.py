@@ -294,7 +294,7 @@ def run_job(job: Job, title: str) -> None:
         Path(folder, "nbutils").symlink_to(files.PACKAGE)  # so that the environment needs no copy of the package
         command = [str(python), str(WORKER), str(job_file)]
         env = environments.variables(VARIABLES | {"PYTHONPATH": folder})
-        status = processes.run(command, env, log, lambda seconds: print(f"  {title}: {seconds:.0f} s", flush=True))
+        status = processes.run(command, env, log, title)
         lines = log.read_text("utf-8", errors="replace").splitlines()
     if status:
         raise CourseError(

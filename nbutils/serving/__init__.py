@@ -75,10 +75,9 @@ def ask(
         if tools and tools[index]:
             extra["tools"] = tools[index]
             extra["tool_choice"] = "none"  # calls come back as text
-        messages: Any = to_openai(conversations[index])
         response: Any = client.chat.completions.create(
             model=model_name,
-            messages=messages,
+            messages=to_openai(conversations[index]),
             max_tokens=max_tokens,
             temperature=0.0,
             extra_body=extra,
@@ -94,7 +93,7 @@ def ask(
     return send_concurrently(send, range(len(conversations)), str(client.base_url), at_once)
 
 
-def to_openai(conversation: list[Message]) -> list[Message]:
+def to_openai(conversation: list[Message]) -> list[Any]:
     """Messages as OpenAI's API has them: with the arguments of tool calls as JSON text."""
     messages = []
     for message in conversation:

@@ -105,7 +105,8 @@ def row_for(gpu: hardware.GPU | None) -> dict[str, Any]:
     *generations, cpu = TABLE["gpus"]
     if gpu is None:
         return dict(cpu)
-    return dict(next(row for row in generations if gpu.capability >= tuple(row["capability_from"])))
+    fitting = [row for row in generations if gpu.capability >= tuple(row["capability_from"])]
+    return dict(fitting[0])
 
 
 def flags_for(gpu: hardware.GPU | None, folder: Path) -> dict[str, Any]:
