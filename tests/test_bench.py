@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import runpy
 import shutil
 import sys
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from aiohttp import test_utils, web
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from support import ESCAPES, ROOT, lesson_facts, python, refused, steers
 
 from nbutils import bench, cli, compare, files, lesson, profiles, record, served_model, serving, tracking
@@ -250,6 +252,15 @@ def test_all_is_on_disk_after_every_step_and_the_table_says_what_it_means(tmp_pa
     board.plot(tmp_path / "plots" / "bench.png")
     assert (tmp_path / "plots" / "bench.png").stat().st_size > 5000
     assert bench.parse_rivals("generate, transformers-serve") == [*bench.RIVALS] and bench.parse_rivals("") == []
+
+
+def test_the_benchmark_measures_what_memory_allows_one_stream() -> None:
+    bandwidth_limit = runpy.run_path(str(ROOT / "benchmarks/serve.py"))["bandwidth_limit"]
+    limit = bandwidth_limit(files.TINY_MODEL, "cpu", 2**22)
+    tensors = load_file(files.TINY_MODEL / "model.safetensors")
+    size = sum(tensor.nbytes for tensor in tensors.values())  # the embedding is the output layer too
+    assert limit["weights_gb"] == size / 1e9 and limit["copy_gb_per_second"] > 1e-3
+    assert limit["tokens_per_second"] == pytest.approx(limit["copy_gb_per_second"] * 1e9 / size, abs=0.06)
 
 
 def invoke(*words: str) -> Any:
