@@ -59,10 +59,9 @@ def public_address(platform: platforms.Platform, port: int) -> str:
     """
     if port not in PUBLIC_PORTS.get(platform.name, ()):
         return tr("Port {port} is for programs on this machine.", port=port)
-    address = os.environ.get(f"AutoDLService{port}URL") or tr("the address on AutoDL's page for port {port}", port=port)
+    address = os.environ.get(f"AutoDLService{port}URL") or tr("<AutoDL's address of port {port}>", port=port)
     return tr(
-        "Public at {address}, path /v1: everyone who has the API key (server.api_key) can use the model.",
-        address=address,
+        "Public at {address}/v1: everyone who has the API key (server.api_key) can use the model.", address=address
     )
 
 
