@@ -92,7 +92,7 @@ def texts_in_data() -> set[str]:
     from nbutils.models import find_shape
     from nbutils.plan import gpus
     from nbutils.plan.memory import terms
-    from nbutils.serving import engine, server
+    from nbutils.serving import engine
 
     symptoms = [entry for part in diagnose.symptoms().values() for entry in part.values()]
     texts = {entry[name] for entry in symptoms for name in ("cause", "todo")}
@@ -121,7 +121,7 @@ def texts_in_data() -> set[str]:
     texts |= {*parity.NAMES.values(), parity.CHANGED, parity.PRICE, parity.SAME, parity.FAILS}
     texts |= {text for form in make.FORMATS.values() for text in (form.purpose, form.runs)}
     texts |= {words for _, words in make.VERDICTS} | {"BROKEN", make.NOT_COMPARED}
-    texts |= {*server.PHASES.values(), server.IMPORTING, served_model.NOTHING_STORED}
+    texts.add(served_model.NOTHING_STORED)
     texts |= {row[name] for row in engine.TABLE["gpus"] for name in ("name", "reason")}
     texts |= {text for text in engine.TABLE["reserved_flags"].values() if not text.startswith("Server(")}
     texts |= set(help_texts(cli.app)) | set(fact_names(read_json(ROOT / "tests/contracts.json")["facts"]["lessons"]))

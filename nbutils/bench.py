@@ -20,12 +20,10 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from nbutils import display, environments, files, hardware, models, serving
-from nbutils.errors import CourseError
+from nbutils import display, environments, files, hardware, serving
+from nbutils.errors import CourseError, require_choice
 from nbutils.language import joined, tr
-from nbutils.merging.folder import read_header
 from nbutils.serving.server import KEY_VARIABLE, NO_KEY, SERVER_SIDE_CODE, reach_directly
 
 RIVALS = ("generate", "transformers-serve")
@@ -141,13 +139,9 @@ def bench_serve(
         variables = environments.variables(extra)
         ended = subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if ended.returncode:
-            lines = "\n".join(ended.stderr.strip().splitlines()[-3:])
             raise CourseError(
-                tr("`vllm bench serve` stopped: {lines}", lines=lines),
-                todo=tr(
-                    "Correct what is named above. If it is the tokenizer, give the folder of the served model "
-                    "with --model."
-                ),
+                tr("`vllm bench serve` stopped: {lines}", lines="\n".join(ended.stderr.strip().splitlines()[-3:])),
+                todo=tr("If the tokenizer is named, give the folder of the served model with --model."),
             )
         return read_level(engine, files.read_json(Path(folder) / "result.json"))
 
@@ -157,13 +151,12 @@ def read_level(engine: str, result: Mapping[str, Any]) -> Level:
     errors = [error.strip().splitlines()[-1] for error in result["errors"] if error]
     if not result["completed"]:
         raise CourseError(
-            tr("Not one of {requests} requests was answered: {error}", requests=len(errors), error=errors[0]),
+            tr("Not one request was answered: {error}", error=errors[0]),
             todo=tr("Read the server's log, and check --name and the key in VLLM_API_KEY."),
         )
-
-    def saved_percentiles(metric: str) -> Percentiles:
-        return {f"p{share}": round(result[f"p{share}_{metric}_ms"], 2) for share in PERCENTILES}
-
+    times = {}
+    for metric in ("ttft", "tpot", "e2el"):
+        times[metric] = {f"p{share}": round(result[f"p{share}_{metric}_ms"], 2) for share in PERCENTILES}
     return Level(
         engine,
         concurrency=result["max_concurrency"],
@@ -172,9 +165,9 @@ def read_level(engine: str, result: Mapping[str, Any]) -> Level:
         first_error=errors[0] if errors else "",
         seconds=round(result["duration"], 3),
         tokens_per_second=round(result["output_throughput"], 1),
-        ttft_ms=saved_percentiles("ttft"),
-        tpot_ms=saved_percentiles("tpot"),
-        latency_ms=saved_percentiles("e2el"),
+        ttft_ms=times["ttft"],
+        tpot_ms=times["tpot"],
+        latency_ms=times["e2el"],
     )
 
 
@@ -184,13 +177,12 @@ def measure_by_client(server: serving.Server, engine: str, settings: Load, concu
 
     client = server.client(timeout=300.0, max_retries=0)
     tokenizer = AutoTokenizer.from_pretrained(server.model, trust_remote_code=False)
-    prompt_ids = settings.prompts(tokenizer, concurrency)
-    prompts = [tokenizer.decode(ids) for ids in prompt_ids]
+    prompts = [tokenizer.decode(ids) for ids in settings.prompts(tokenizer, concurrency)]
     tokens = settings.answer_tokens
     request = partial(time_request, client, server.model_name, tokens)
-    list(serving.send_concurrently(request, prompts[:1], server.url))  # the first one is slow
+    serving.send_concurrently(request, prompts[:1], server.url)  # the first one is slow
     started = time.perf_counter()
-    latencies = list(serving.send_concurrently(request, prompts, server.url, at_once=concurrency))
+    latencies = serving.send_concurrently(request, prompts, server.url, at_once=concurrency)
     seconds = time.perf_counter() - started
     return summarize(engine, concurrency, latencies, tokens=tokens, seconds=seconds)
 
@@ -248,7 +240,6 @@ class Benchmark:
     settings: Load
     about: dict[str, Any]
     levels: list[Level] = field(default_factory=list)
-    bandwidth_limit: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine: what its weights allow at 1
     left_out: dict[str, str] = field(default_factory=dict)
 
     def add(self, level: Level) -> None:
@@ -263,22 +254,6 @@ class Benchmark:
             ),
             flush=True,
         )
-
-    def add_limit(self, engine: str, folder: Path, device: str = "cuda", size: int = 2**30) -> None:
-        """The most tokens a second for one stream, which reads all weights but an embedding: measured by copying."""
-        import torch
-        from torch.utils.benchmark import Timer
-
-        source = torch.ones(size, dtype=torch.uint8, device=device)
-        timer = Timer("target.copy_(source)", globals={"source": source, "target": torch.empty_like(source)})
-        bandwidth = 2 * size / timer.timeit(10).mean  # each byte is read once and written once
-        weights = bytes_read_per_token(folder)
-        self.bandwidth_limit[engine] = {
-            "weights_gb": weights / 1e9,
-            "copy_gb_per_second": bandwidth / 1e9,
-            "tokens_per_second": round(bandwidth / weights, 1),
-        }
-        self.save()
 
     def speeds(self) -> dict[str, dict[str, float]]:
         """Tokens a second by engine and concurrency."""
@@ -309,14 +284,6 @@ class Benchmark:
                 " 99 % of the requests took no longer. errors: failed / all."
             )
         )
-        for engine, limit in self.bandwidth_limit.items():
-            print(
-                tr(
-                    "{engine}, one at a time: at most {speed:,} tokens/s, by memory bandwidth.",
-                    engine=engine,
-                    speed=limit["tokens_per_second"],
-                )
-            )
 
     def plot(self, path: Path | None = None) -> None:
         """Tokens a second over the concurrency."""
@@ -335,9 +302,8 @@ class Benchmark:
             "vllm": self.vllm,
             "transformers-serve": self.transformers_serve,
         }
-        for name, measure in steps.items():
-            if name in engines:
-                self.attempt(name, measure, folder)
+        for name in dict.fromkeys(engines):
+            self.attempt(name, steps[name], folder)
 
     def attempt(self, name: str, measure: Callable[[Path], None], folder: Path) -> None:
         """Measure one engine; if it fails, the reason is kept and the others go on."""
@@ -372,11 +338,8 @@ class Benchmark:
 
     def vllm(self, folder: Path, name: str = "vllm") -> None:
         """vLLM with its defaults; only what this GPU wants and the prompts need is set."""
-        gpu = hardware.gpu()
-        if gpu:
-            self.add_limit(name, folder)
         settings = self.settings
-        flags = serving.flags_for(gpu, folder)
+        flags = serving.flags_for(hardware.gpu(), folder)
         flags["served-model-name"] = "bench"
         flags["max-num-seqs"] = max(settings.concurrency)
         flags["max-model-len"] = settings.prompt_tokens + settings.answer_tokens + SPARE_TOKENS
@@ -406,17 +369,6 @@ class Benchmark:
             self.add(level)
 
 
-def bytes_read_per_token(folder: Path) -> int:
-    """The size of the weights without the embedding, of which a token needs one row, unless it is the output too."""
-    sizes: dict[str, int] = {}
-    for file in folder.glob("*.safetensors"):
-        for name, tensor in read_header(file).items():
-            sizes[name] = tensor.size
-    if "lm_head.weight" in sizes:
-        sizes.pop("model.embed_tokens.weight", None)
-    return sum(sizes.values())
-
-
 def level_row(level: Level) -> dict[str, Any]:
     """A level as a row of the table."""
     return {
@@ -438,12 +390,11 @@ def in_one_cell(times: Percentiles | None) -> str:
 
 
 def bench_model(folder: Path, benchmark: Benchmark, rivals: Sequence[str]) -> None:
-    """Measure a model folder: plain generate, what serves it best on this machine, and `transformers serve`."""
+    """Measure a model folder in its rivals, and in what serves it best on this machine."""
     hardware.share_processors()
-    models.model_folder(folder)  # refuses what is none
     gpu = hardware.gpu()
-    machine = gpu.name if gpu else "cpu"
-    benchmark.about |= {"model": folder.name, "dtype": hardware.dtype(gpu).value, "machine": machine}
+    benchmark.about["model"] = folder.name
+    benchmark.about["machine"] = gpu.name if gpu else "cpu"
     own = "transformers-serve" if hardware.engine(gpu).value == "transformers" else "vllm"
     benchmark.run(folder, [*rivals, own])
 
@@ -455,24 +406,15 @@ def parse_rivals(text: str) -> list[str]:
     """
     names = [part.strip() for part in text.split(",") if part.strip()]
     for name in names:
-        if name not in RIVALS:
-            raise CourseError(
-                tr("There is no rival called {name!r}.", name=name),
-                allowed=tr("{rivals}, separated by commas, or nothing", rivals=", ".join(RIVALS)),
-                todo=tr("Correct the name, or leave it out."),
-            )
+        require_choice(tr("A rival"), name, RIVALS)
     return names
 
 
 def parse_concurrency(text: str) -> tuple[int, ...]:
     """`1,8,32` as numbers."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise CourseError(
-            tr("--concurrency is {text!r}.", text=text),
-            allowed=tr("positive whole numbers, separated by commas"),
-            todo=tr("Write it like 1,8,32."),
-        )
-    return tuple(sorted({int(part) for part in text.split(",")}))
+        raise CourseError(tr("--concurrency is {text!r}.", text=text), todo=tr("Write it like 1,8,32."))
+    return tuple(map(int, text.split(",")))
 
 
 def bench_url(url: str, name: str, model: Path | None, benchmark: Benchmark) -> None:
@@ -480,14 +422,14 @@ def bench_url(url: str, name: str, model: Path | None, benchmark: Benchmark) -> 
     from openai import OpenAI
 
     url = f"{url.rstrip('/').removesuffix('/v1')}/v1"
-    reach_directly(urlsplit(url).hostname or "127.0.0.1")
+    reach_directly()
     key = os.environ.get(KEY_VARIABLE)
     client = OpenAI(base_url=url, api_key=key or NO_KEY, timeout=10.0, max_retries=0)
     try:
         first = client.models.list().data[0]
     except Exception as problem:  # whatever answers there need not be an OpenAI-compatible server
         raise CourseError(
-            tr("{url} did not answer like an OpenAI-compatible server ({problem}).", url=url, problem=repr(problem)),
+            tr("{url} did not answer like an OpenAI-compatible server ({problem!r}).", url=url, problem=problem),
             todo=tr("Start it first, correct --url, or set VLLM_API_KEY to the key it was started with."),
         ) from problem
     tokenizer = str(model or getattr(first, "root", None) or first.id)  # vLLM says where its model came from
@@ -509,11 +451,7 @@ def measure_speed(
     elif model:
         bench_model(model, benchmark, rivals)
     else:
-        raise CourseError(
-            tr("Neither a model nor a server was named."),
-            allowed=tr("--model FOLDER, or --url URL"),
-            todo=tr("Give one of them."),
-        )
+        raise CourseError(tr("Neither a model nor a server was named."), todo=tr("Give --model FOLDER or --url URL."))
     if out:
         benchmark.plot(out / "bench.png")
     if benchmark.left_out:

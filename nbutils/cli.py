@@ -12,7 +12,7 @@ import click
 from click import argument, option
 
 # the other rooms load numpy
-from nbutils import checkpoints, course, display, distributed, doctor, hardware, install, plan, record, sharing
+from nbutils import checkpoints, course, display, distributed, doctor, install, plan, record, sharing
 from nbutils.errors import CourseError
 from nbutils.language import print_whatever, printable, tr
 
@@ -272,7 +272,7 @@ def serve_env() -> None:
     """Make the environment that lesson 05 serves from, or check that it is there."""
     from nbutils import serving
 
-    environment = serving.ensure_environment(hardware.engine(hardware.gpu()).value)
+    environment = serving.ensure_environment()
     print(tr("serving environment: {engine}, {python}", engine=environment.engine, python=environment.python))
 
 
@@ -332,7 +332,7 @@ def export_env() -> None:
 @argument("to")
 @option("--public", is_flag=True, help="Let everyone see it; without this it is private.")
 def push(folder: Path, to: str, public: bool) -> None:
-    """Upload the model FOLDER: TO is hub:owner/name, modelscope:owner/name, kaggle:owner/name, or a file.tar."""
+    """Upload the model FOLDER: TO is hub:owner/name, modelscope:owner/name, or a file.tar."""
     is_file = to.endswith(".tar")
     print(sharing.single_file(folder, Path(to)) if is_file else sharing.push(folder, to, private=not public))
 

@@ -26,7 +26,7 @@ from nbutils.language import tr
 from nbutils.masking import without_secrets
 
 TORCH = ">=2.8"  # as in pyproject.toml; an older one is left alone: driver and CUDA of its image belong to it
-BLOCKERS = ("torchao<0.16",)  # PEFT from 0.19 on refuses to start beside these versions
+BLOCKER = "torchao<0.16"  # PEFT from 0.19 on refuses to start beside it
 FREE = ("datasets", "pyarrow", "dill", "multiprocess")  # TRL asks for newer ones than Colab and Kaggle have
 MARKER = "course-wheels.json"
 READ_BY_PIP = (".whl", ".gz", ".zip", ".bz2", ".xz", ".html")
@@ -47,10 +47,9 @@ def ensure(extra: str) -> None:
                 "may not fit the driver.",
                 version=version,
             ),
-            allowed=f"torch{TORCH}",
-            todo=tr("{todo}.", todo=torch_todo()),
+            todo=torch_todo(),
         )
-    _remove_blockers()
+    _remove_blocker()
     missing = unsatisfied(requirements(extra))
     if not missing:
         return
@@ -59,12 +58,8 @@ def ensure(extra: str) -> None:
     print(tr("Installing for the lessons, from {source}: {names}", source=source, names=", ".join(missing)), flush=True)
     before = versions()
     pip_install(missing, wheels)
-    importlib.invalidate_caches()
-    after = versions()
-    loaded = []
-    for name, version in before.items():
-        if after.get(name) != version and name.replace("-", "_") in sys.modules:
-            loaded.append(name)
+    replaced = dict(before.items() - versions().items())
+    loaded = [name for name in replaced if name.replace("-", "_") in sys.modules]
     if loaded:
         raise CourseError(
             tr("{packages} was replaced while this kernel had the old version loaded.", packages=", ".join(loaded)),
@@ -72,14 +67,13 @@ def ensure(extra: str) -> None:
         )
 
 
-def _remove_blockers() -> None:
-    """Remove packages beside which PEFT does not start."""
-    for blocker in BLOCKERS:
-        if unsatisfied([blocker]):
-            continue
-        print(tr("Removing {name}: PEFT refuses to start beside it, and no lesson uses it.", name=blocker))
-        command = [sys.executable, "-m", "pip", "uninstall", "-y", "-q", Requirement(blocker).name]
-        subprocess.run(command, check=True, env=without_secrets(os.environ))
+def _remove_blocker() -> None:
+    """Remove a package beside which PEFT does not start."""
+    if unsatisfied([BLOCKER]):
+        return
+    print(tr("Removing {name}: PEFT refuses to start beside it, and no lesson uses it.", name=BLOCKER))
+    command = [sys.executable, "-m", "pip", "uninstall", "-y", "-q", Requirement(BLOCKER).name]
+    subprocess.run(command, check=True, env=without_secrets(os.environ))
 
 
 def old_torch() -> str:
@@ -98,15 +92,9 @@ def _meets(wanted: SpecifierSet, version: str) -> bool:
 
 def torch_todo() -> str:
     """How to get a newer torch: in an image, CUDA and torch belong together and are replaced together."""
-    if platforms.detect().name == "autodl":
-        return tr(
-            "shut the instance down and choose 更换镜像, or rent a new one: a base image (基础镜像) with "
-            "PyTorch 2.8 or newer; the PyTorch 2.0 and CUDA 11.8 of many guides are of 2023"
-        )
     return tr(
-        "`make course` in the clone makes an environment with a torch of its own; or replace that of this "
-        "Python yourself: pip install -U 'torch{wanted}' torchvision torchaudio",
-        wanted=TORCH,
+        "Choose an image with PyTorch 2.8 or newer (AutoDL: shut the instance down and choose 更换镜像, a 基础镜像). "
+        "On a machine of your own, `make course` in the clone makes an environment with a torch of its own."
     )
 
 
@@ -115,7 +103,6 @@ def import_package(name: str) -> Any:
     if importlib.util.find_spec(name) is None:
         print(tr("Installing for this download: {name}", name=name), flush=True)
         pip_install([name])
-        importlib.invalidate_caches()
     return importlib.import_module(name)
 
 
@@ -163,13 +150,14 @@ def is_platforms_own(name: str) -> bool:
 def pip_install(required: list[str], wheels: Path | None = None) -> None:
     """Install with every installed package pinned; if that is impossible, with only the platform's own pinned."""
     installed = versions()
-    free = set(FREE)
-    for text in required:
-        free.add(str(canonicalize_name(Requirement(text).name)))
-    done = _run_pip(required, {name: installed[name] for name in installed if name not in free}, wheels)
+    pinned = dict(installed)
+    for name in (*FREE, *(Requirement(text).name for text in required)):
+        pinned.pop(str(canonicalize_name(name)), None)
+    done = _run_pip(required, pinned, wheels)
     if CONFLICT in done.stderr:
         done = _run_pip(required, {name: installed[name] for name in installed if is_platforms_own(name)}, wheels)
     if done.returncode == 0:
+        importlib.invalidate_caches()
         return
     raise CourseError(
         tr(
@@ -222,9 +210,6 @@ def attached_wheels() -> Path | None:
                 "The attached folder of wheels {folder} is not what its list says: {problems}. Nothing was installed.",
                 folder=folder,
                 problems=", ".join(problems),
-            ),
-            allowed=tr(
-                "wheels for Python {python}, and exactly the files that {marker} lists", python=PYTHON, marker=MARKER
             ),
             todo=tr(
                 "Upload the whole folder that `make wheels PYTHON_VERSION={python}` builds, or detach it and "

@@ -90,8 +90,8 @@ def supervised(
     )
 
 
-def run(command: list[str], env: Mapping[str, str], log: Path, report: Callable[[float], object]) -> int:
-    """Run a supervised command to its end, output to the log; its exit status. `report` gets the seconds so far."""
+def run(command: list[str], env: Mapping[str, str], log: Path, title: str) -> int:
+    """Run a supervised command to its end, output to the log; its exit status. The seconds so far are printed."""
     started = time.monotonic()
     with open(log, "ab") as output:
         running = supervised(command, env, log.parent, output, grace=5.0)
@@ -100,7 +100,7 @@ def run(command: list[str], env: Mapping[str, str], log: Path, report: Callable[
             try:
                 return running.wait(20.0)
             except subprocess.TimeoutExpired:
-                report(time.monotonic() - started)
+                print(f"  {title}: {time.monotonic() - started:.0f} s", flush=True)
     finally:
         end(running.pid, grace=5.0)
         running.wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nbutils import display, evaluation, files, hardware, merging, parity, serving
@@ -11,7 +11,7 @@ from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
 from nbutils.evaluation.evaluator import Facts, Table
 from nbutils.evaluation.placement import fit
-from nbutils.exporting.make import Export, ParityLine, find_format, open_export, weights_bytes
+from nbutils.exporting.make import Export, find_format, open_export, weights_bytes
 from nbutils.language import tr
 from nbutils.models import model_folder, read_config
 from nbutils.record import RunFolder
@@ -128,14 +128,14 @@ class ServedModel:
             report.require()
             return ServerComparison(str(report), report.facts())
         gap = parity.gap(store.forms["merged"], served)
-        line = ParityLine(self.export, gap)
+        export = replace(self.export, gap=gap)
         verdict = tr(
             "The price of {name}, in vLLM: {verdict}, {mean:.2g} nats per token.",
-            name=self.export.name,
-            verdict=tr(line.verdict),
+            name=export.name,
+            verdict=tr(export.verdict),
             mean=gap.mean,
         )
-        return ServerComparison(verdict, {"parity": {"price": line.facts, "verdict": verdict}})
+        return ServerComparison(verdict, {"parity": {"price": export.facts, "verdict": verdict}})
 
 
 def serving_dtype(

@@ -1,4 +1,4 @@
-"""Giving a model away, on request: a private upload to the Hub, ModelScope or Kaggle, or one file to download."""
+"""Giving a model away, on request: a private upload to the Hub or ModelScope, or one file to download."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from nbutils import disk, files, masking, platforms
 from nbutils.errors import CourseError
@@ -21,7 +20,7 @@ from nbutils.language import tr
 from nbutils.merging.folder import read_header
 from nbutils.models import HUB_ID
 
-SHARED = ("*.safetensors", "*.gguf", "*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*.py")
+SHARED = (".safetensors", ".gguf", ".json", ".txt", ".jinja", ".model", ".tiktoken", ".py")
 NOT_UPLOADED = (files.STAMP, "training.json", "trainer_state.json")  # ours
 LOCAL_PATH = re.compile(r"/[^/]+/|~[/\\]|file://|[A-Za-z]:[/\\]|\\\\")
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json")  # their tokens may look like paths
@@ -64,8 +63,7 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
             todo=tr("Create one at {get_token} and store it under that name.", get_token=host.get_token),
         )
     try:
-        variables = patch.dict(os.environ, {host.secret: token})  # kagglehub looks for its token nowhere else
-        with variables, tempfile.TemporaryDirectory(prefix="nbutils-push-") as stage:
+        with tempfile.TemporaryDirectory(prefix="nbutils-push-") as stage:
             _fill(Path(stage), parts)
             Path(stage, "README.md").write_text(model_card(Path(folder), name), encoding="utf-8")
             yield Upload(stage, name, f"{host.page}{name}", gib, token)
@@ -86,20 +84,19 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
 
 def _model_files(folder: Path) -> tuple[list[Path], float]:
     """The files of a model and their GiB; a link counts as its file, hidden and half-written files do not count."""
-    parts = []
-    for pattern in SHARED:
-        parts += [file for file in folder.glob(pattern) if not file.name.startswith(".")]
+    parts = [file for file in folder.glob("*") if file.suffix in SHARED and not file.name.startswith(".")]
     has_model = any(file.name == "config.json" or file.suffix == ".gguf" for file in parts)
-    if not has_model or not all(file.is_file() for file in parts):  # a broken link
+    has_broken_links = not all(file.is_file() for file in parts)
+    if has_broken_links or not has_model:
         raise CourseError(
-            tr("{folder} is not a complete model folder.", folder=folder),
-            allowed=tr("a folder with config.json, or with a GGUF file, and no broken links"),
+            tr("{folder} lacks config.json or a GGUF file, or has broken links.", folder=folder),
             todo=tr("Give the merged folder of a run, or one of its exports."),
         )
     files.require_inside(folder, parts)
     for file in folder.glob("*.safetensors"):
         read_header(file)  # refuses one that is cut off
-    return sorted(parts), sum(file.stat().st_size for file in parts) / files.GIB
+    size = sum(file.stat().st_size for file in parts)
+    return sorted(parts), size / files.GIB
 
 
 def _fill(stage: Path, parts: Sequence[Path]) -> None:
@@ -152,7 +149,7 @@ def model_card(folder: Path, name: str) -> str:
 
 
 def push(folder: str | Path, to: str, *, private: bool = True) -> str:
-    """Upload a model folder with a model card to hub:owner/name (or modelscope:, kaggle:); "file": pack one file.
+    """Upload a model folder with a model card to hub:owner/name (or modelscope:owner/name); "file": pack one file.
 
     Example: print(push("runs/tiny/merged", "modelscope:owner/name"))
     """
@@ -173,12 +170,11 @@ def parse_target(to: str) -> tuple[str, str]:
     kind, _, name = to.strip().partition(":")
     if kind not in HOSTS or not HUB_ID.fullmatch(name):
         raise CourseError(
-            tr("The target is {to!r}.", to=masking.mask_secrets(to)),
-            allowed=tr(
-                'hub:owner/name, modelscope:owner/name, kaggle:owner/name, or one file: "file" in PUSH_TO, '
-                "NAME.tar in the command"
+            tr("The target is {to!r}.", to=to),
+            todo=tr(
+                "Write hub:owner/name or modelscope:owner/name, with your own account as owner; for one file "
+                '"file" in PUSH_TO, NAME.tar in the command.'
             ),
-            todo=tr("Write it like this, with your own account as owner."),
         )
     return kind, name
 
@@ -211,27 +207,6 @@ def _to_modelscope(upload: Upload, private: bool) -> bool:
     return is_private
 
 
-def _to_kaggle(upload: Upload, private: bool) -> bool:
-    import kagglehub
-    from kagglehub.clients import build_kaggle_client
-    from kagglesdk.models.types.model_api_service import ApiGetModelRequest
-
-    request = ApiGetModelRequest()
-    request.owner_slug, request.model_slug = upload.name.split("/")
-    try:
-        with build_kaggle_client() as client:
-            is_private = client.models.model_api_client.get_model(request).is_private is True
-    except Exception as problem:
-        response = getattr(problem, "response", None)
-        if getattr(response, "status_code", None) not in (403, 404):
-            raise
-        is_private = True  # not there yet: Kaggle makes new models private
-    if private:
-        upload.require_private(is_private)
-    kagglehub.model_upload(f"{upload.name}/transformers/default", upload.folder)
-    return is_private
-
-
 @dataclass(frozen=True)
 class Host:
     """Where models are uploaded to; `upload` makes a repository if there is none, and says whether it is private."""
@@ -254,12 +229,6 @@ HOSTS = {
         get_token="modelscope.cn/my/myaccesstoken",
         page="https://modelscope.cn/models/",
         upload=_to_modelscope,
-    ),
-    "kaggle": Host(
-        "KAGGLE_API_TOKEN",
-        get_token="kaggle.com/settings",
-        page="https://www.kaggle.com/models/",
-        upload=_to_kaggle,
     ),
 }
 

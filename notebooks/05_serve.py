@@ -118,8 +118,8 @@ print(serving.flags_reason(lesson.gpu))
 # ## Start
 #
 # The command is run with two additions: the server listens on this machine only, and every client must send an API key. The server imports
-# its libraries, loads the weights, and reserves memory for the KV cache. Then it answers. It stops when you stop it, when a cell fails, and
-# when this notebook's kernel ends.
+# its libraries, loads the weights, and reserves memory for the KV cache. Then it answers. It stops when you stop it, and when this notebook's
+# kernel ends.
 
 # %%
 startup_seconds = server.start().wait()

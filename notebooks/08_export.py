@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
 
 # %% [markdown]
 # `EXPORTS` names formats, for example `"fp8, gguf-q8_0"`; if it is empty, the lesson makes `gguf-q8_0`, which every machine can make and
-# run. `PUSH_TO` is a place to upload to, `"hub:owner/name"` (also `modelscope:` and `kaggle:`), or `"file"` for one file to download.
+# run. `PUSH_TO` is a place to upload to, `"hub:owner/name"` (or `"modelscope:owner/name"`), or `"file"` for one file to download.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -73,10 +73,11 @@ folder = lesson.run.merged
 #
 # - *16 bits* (`bf16`, `fp16`, `gguf-f16`): a merged model of 16 bits as it is, half the size of one of 32 bits. Next to nothing is lost.
 # - *8 bits* (`fp8`, `int8`, `gguf-q8_0`): a little more than half the 16-bit size. The difference is hard to notice.
-# - *4 bits* (`w4a16`, `awq`, `gguf-q4_k_m`): a third of the 16-bit size or more. Some answers change; small models lose more than large ones.
+# - *4 bits* (`w4a16`, `awq`): a third of the 16-bit size or more. Some answers change; small models lose more than large ones.
 #
 # `fp8`, `w4a16` and `awq` are for vLLM, `int8` is for transformers on a CPU, the GGUF files are for llama.cpp and the programs built on it.
-# The sizes are estimates: all but the GGUF files keep the embeddings as they are.
+# llama.cpp itself makes a GGUF file of 4 bits: `llama-quantize model-f16.gguf model-q4_k_m.gguf q4_k_m`. The sizes are estimates: all but
+# the GGUF files keep the embeddings as they are.
 
 # %%
 from nbutils import display
@@ -146,7 +147,7 @@ print(*exports, sep="\n")
 
 # %%
 compared = exporting.check_exports(exports, lesson.run.path)
-display.show_table([line.row for line in compared], "Size and price")
+display.show_table([export.row for export in compared], "Size and price")
 
 # %% [markdown]
 # ## Share it
@@ -157,7 +158,7 @@ display.show_table([line.row for line in compared], "Size and price")
 #
 # `sharing.prepared` does what is easily forgotten. It takes the token from the platform's secrets, and no error message shows it. It
 # writes a model card that names the base model, and leaves out the folders of your machine that stand in JSON files. A repository that is
-# public already is refused. ModelScope, Kaggle and the one file are left to `sharing.push`.
+# public already is refused. ModelScope and the one file are left to `sharing.push`.
 
 # %%
 from huggingface_hub import HfApi
@@ -198,4 +199,4 @@ else:
 # - if you ask for it, an upload to a hub or one file to download.
 
 # %%
-lesson.finish(exports=[line.facts for line in compared], pushed=pushed)
+lesson.finish(exports=[export.facts for export in compared], pushed=pushed)

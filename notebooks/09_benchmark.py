@@ -84,13 +84,16 @@ benchmark = bench.Benchmark(lesson.run.path / "bench.json", settings, {"model": 
 # ## The limit of the GPU
 #
 # For one request, every token needs nearly all weights read from memory once. So memory bandwidth divided by the size of the weights is
-# the most tokens per second that any engine can reach for one request. Several requests share each read. The number stands below the
-# table of results; without a GPU there is none.
+# the most tokens per second that any engine can reach for one request. Several requests share each read. The bandwidth is the published
+# one of `configs/gpus.yaml`; without a GPU, or with one that is not in that file, there is no number.
 
 # %%
-if lesson.gpu:
-    benchmark.add_limit("vllm", lesson.run.merged)
-    serving.free_gpu_memory()
+from nbutils.plan import gpus
+
+weights = sum(file.stat().st_size for file in lesson.run.merged.glob("*.safetensors"))
+bandwidth = gpus.of_machine(lesson.gpu).bandwidth if lesson.gpu else None  # GB per second
+if bandwidth:
+    print(f"{lesson.gpu.name}: at most about {lesson.gpu.count * bandwidth * 1e9 / weights:,.0f} tokens per second for one request")
 
 # %% [markdown]
 # ## The rivals

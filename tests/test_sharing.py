@@ -6,14 +6,11 @@ import shutil
 import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import requests
 from click.testing import CliRunner
 from support import ROOT, refused
 
@@ -25,10 +22,9 @@ TOKEN = "hf_correcthorsebatterystaple0123456"
 @pytest.fixture(autouse=True)
 def secrets(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The secrets of the platform."""
-    found = {host.secret: TOKEN for host in sharing.HOSTS.values()}
-    monkeypatch.setattr(sharing.platforms, "secret", found.get)
-    monkeypatch.delenv("KAGGLE_API_TOKEN", raising=False)
-    return found
+    stored = {host.secret: TOKEN for host in sharing.HOSTS.values()}
+    monkeypatch.setattr(sharing.platforms, "secret", stored.get)
+    return stored
 
 
 @pytest.fixture
@@ -50,10 +46,11 @@ class FakeHosts:
     """The APIs of all hosts: whether the model is there and private, and what was sent with which token."""
 
     def __init__(self) -> None:
-        self.private, self.exists, self.status = True, False, HTTPStatus.NOT_FOUND
+        self.private = True
+        self.exists = False
+        self.problem: Exception | None = None
         self.settings: dict[str, Any] = {}
         self.sent: dict[str, str] = {}
-        self.models = self.model_api_client = self
 
     def __call__(self, *names: str, **settings: Any) -> "FakeHosts":
         self.settings |= settings
@@ -64,20 +61,12 @@ class FakeHosts:
     def repo_exists(self, **settings: Any) -> bool:
         return self.exists
 
-    def get_model(self, name: Any) -> Any:
-        if isinstance(name, str):
-            return {"Visibility": 1 if self.private else 5}
-        if not self.exists:
-            response = requests.Response()
-            response.status_code = self.status
-            raise requests.HTTPError(f"no: {TOKEN}", response=response)
-        return SimpleNamespace(is_private=self.private)
-
-    def model_upload(self, handle: str, folder: str) -> None:
-        self.settings["token"] = os.environ["KAGGLE_API_TOKEN"]
-        self.upload_folder(folder_path=folder)
+    def get_model(self, name: str) -> dict[str, int]:
+        return {"Visibility": 1 if self.private else 5}
 
     def upload_folder(self, *, folder_path: Any, **settings: Any) -> None:
+        if self.problem:
+            raise self.problem
         files = [file for file in Path(folder_path).rglob("*") if file.is_file()]
         self.sent = {file.name: file.read_text(errors="replace")[:5000] for file in files}
 
@@ -85,13 +74,7 @@ class FakeHosts:
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> "FakeHosts":
     there = FakeHosts()
-    modules = {
-        "modelscope.hub.api": {"HubApi": there}, "kagglehub": {"model_upload": there.model_upload},
-        "kagglehub.clients": {"build_kaggle_client": lambda: nullcontext(there)},
-        "kagglesdk.models.types.model_api_service": {"ApiGetModelRequest": SimpleNamespace},
-    }  # fmt: skip
-    for name, inside in modules.items():
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**inside))
+    monkeypatch.setitem(sys.modules, "modelscope.hub.api", SimpleNamespace(HubApi=there))
     monkeypatch.setattr("huggingface_hub.HfApi", there)
     return there
 
@@ -122,15 +105,15 @@ def test_the_upload_of_lesson_08_is_private_and_shows_no_token(
     model: Path, hosts: FakeHosts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cells = (ROOT / "notebooks/08_export.py").read_text(encoding="utf-8").split("# %%\n")
-    [cell] = [one.partition("# %% [markdown]")[0] for one in cells if "upload_folder(" in one]
-    given: dict[str, Any] = {"PUSH_TO": "hub:li/orders", "EXPORTS": "", "folder": model, "sharing": sharing}
-    exec(cell, given)
+    [code] = [cell.partition("# %% [markdown]")[0] for cell in cells if "upload_folder(" in cell]
+    names: dict[str, Any] = {"PUSH_TO": "hub:li/orders", "EXPORTS": "", "folder": model, "sharing": sharing}
+    exec(code, names)
     assert hosts.settings["private"] is True and hosts.settings["token"] == TOKEN and "README.md" in hosts.sent
-    shown = str(given["upload"]) + "".join(hosts.sent.values()) + "".join(capsys.readouterr())
+    shown = str(names["upload"]) + "".join(hosts.sent.values()) + "".join(capsys.readouterr())
     assert "https://huggingface.co/li/orders" in shown and TOKEN not in shown and "/home/li" not in shown
     hosts.private, hosts.sent = False, {}
     with refused("li/orders exists already"):
-        exec(cell, given)
+        exec(code, names)
     assert not hosts.sent
 
 
@@ -139,7 +122,7 @@ def test_every_host_gets_a_private_model_unless_a_public_one_is_asked_for(
     model: Path, hosts: FakeHosts, secrets: dict[str, str], kind: str
 ) -> None:
     assert "private" in sharing.push(model, f"{kind}:li/orders") and {"README.md", "config.json"} <= set(hosts.sent)
-    assert hosts.settings["token"] == TOKEN and "KAGGLE_API_TOKEN" not in os.environ
+    assert hosts.settings["token"] == TOKEN
     assert hosts.settings.get("visibility", "private") == "private"
     hosts.exists, hosts.private, hosts.sent = True, False, {}
     with refused("li/orders exists already"):
@@ -153,17 +136,17 @@ def test_every_host_gets_a_private_model_unless_a_public_one_is_asked_for(
 
 
 def test_a_failure_shows_no_token(model: Path, hosts: FakeHosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts.status = HTTPStatus.INTERNAL_SERVER_ERROR
-    with refused("The upload to") as caught:
-        sharing.push(model, "kaggle:li/orders")
+    hosts.problem = OSError(f"no: {TOKEN}")
+    with refused("The upload to", "OSError: no:") as caught:
+        sharing.push(model, "hub:li/orders")
     assert TOKEN not in str(caught.value) and TOKEN not in repr(caught.value.args) and not hosts.sent
-    assert caught.value.__cause__ is None and "KAGGLE_API_TOKEN" not in os.environ  # the original may hold the token
-    monkeypatch.setitem(sys.modules, "kagglehub", None)
-    with refused("The upload to", "kagglehub"):
-        sharing.push(model, "kaggle:li/orders")
+    assert caught.value.__cause__ is None, "the original may hold the token"
+    monkeypatch.setitem(sys.modules, "modelscope.hub.api", None)
+    with refused("The upload to", "modelscope"):
+        sharing.push(model, "modelscope:li/orders")
 
 
-@pytest.mark.parametrize("to", ["li/orders", "hub:orders", "drive:li/x", "hub:../etc/x", "", f"hub:{TOKEN}@li/orders"])
+@pytest.mark.parametrize("to", ["li/orders", "hub:orders", "kaggle:li/x", "hub:../etc/x", "", f"hub:{TOKEN}@li/orders"])
 def test_an_unknown_target_is_refused_and_a_token_in_it_not_shown(model: Path, to: str) -> None:
     with refused("The target is") as caught:
         sharing.push(model, to)
@@ -180,7 +163,7 @@ def test_only_a_complete_model_is_shared(model: Path, hosts: FakeHosts, tmp_path
     (model / "model-2.safetensors").symlink_to("gone")
     for folder in (tmp_path, model):
         for to in ("hub:li/orders", "file"):
-            with refused("is not a complete model folder"):
+            with refused("lacks config.json or a GGUF file, or has"):
                 sharing.push(folder, to)
     assert not hosts.sent
 
@@ -234,9 +217,9 @@ def test_of_two_that_pack_one_file_at_once_one_is_refused_or_both_are_whole(mode
             return str(refusal)
 
     with ThreadPoolExecutor(2) as pool:
-        said = list(pool.map(pack, range(2)))
+        lines = list(pool.map(pack, range(2)))
     whole = files.sha256(tmp_path / "one.tar")
-    packed = [line for line in said if "Another process is writing" not in line]
+    packed = [line for line in lines if "Another process is writing" not in line]
     assert packed and all(f"sha256 {whole[:16]}" in line for line in packed)
     assert (tmp_path / "one.tar.sha256").read_text().startswith(whole)
 

@@ -5,9 +5,7 @@ The marker is written last. An environment without one, or with another spec's, 
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -24,15 +22,10 @@ from nbutils.masking import without_secrets
 
 MARKER = "ready.json"  # written last: the environment is complete
 OWNER = "begun.json"  # written first, never removed: this course made the folder
-UV_CACHE = "uv-cache"
 KERNEL_ONLY = (
     "PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV", "MPLBACKEND", "FORCE_COLOR",
     "CLICOLOR", "CLICOLOR_FORCE", "PIP_CONSTRAINT", "PIP_TARGET", "PIP_USER",
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
-IMPORT_FAILED = re.compile(  # a model that needs more packages says `pip install`: no fault of the environment
-    r"^(?!.*pip install)(ModuleNotFoundError: |ImportError: |OSError: .*cannot open shared|.*undefined symbol).*",
-    re.MULTILINE,
 )  # fmt: skip
 
 
@@ -43,7 +36,7 @@ class EnvironmentSpec:
     name: str
     steps: list[list[str]]  # one install command each, in this order
     remove: list[str]  # what a step brings and must not stay
-    probe: str  # Python code that imports what matters and prints the versions as JSON, on its last line
+    imports: str  # what must be importable in it, as in `import torch, vllm`
     needs_gib: float
     prefix: str
 
@@ -75,18 +68,6 @@ def is_ready(folder: Path, spec: EnvironmentSpec) -> bool:
     """Whether a complete environment of exactly this spec is there."""
     marker = files.read_object(folder / MARKER)
     return marker.items() >= spec.described.items() and (folder / "bin" / "python").exists()
-
-
-def require_imports(python: Path, output: str) -> None:
-    """Refuse an environment of ours whose process could not import a library; the next `ensure` rebuilds it."""
-    folder = python.parent.parent
-    failed = IMPORT_FAILED.search(output)
-    if failed and (folder / OWNER).exists():
-        (folder / MARKER).unlink(missing_ok=True)
-        raise CourseError(
-            tr("The environment {folder} is broken: {error}", folder=folder, error=failed[0]),
-            todo=tr("Run this again: the environment is rebuilt."),
-        )
 
 
 def place(prefix: str, name: str) -> Path:
@@ -123,9 +104,9 @@ def _build(spec: EnvironmentSpec, folder: Path) -> None:
     )
     files.make_folder(folder, title)
     files.write_json(folder / OWNER, {"name": spec.name})
-    versions = _install(spec, folder)
-    files.write_json(folder / MARKER, spec.described | {"versions": json.loads(versions)})
-    print(tr("It is ready: {versions}", versions=versions), flush=True)
+    _install(spec, folder)
+    files.write_json(folder / MARKER, spec.described)
+    print(tr("It is ready."), flush=True)
 
 
 def _empty(spec: EnvironmentSpec, folder: Path) -> None:
@@ -144,8 +125,8 @@ def _empty(spec: EnvironmentSpec, folder: Path) -> None:
             files.remove(entry)
 
 
-def _install(spec: EnvironmentSpec, folder: Path) -> str:
-    """Make the environment, install every step, and import what matters; the versions that the probe prints."""
+def _install(spec: EnvironmentSpec, folder: Path) -> None:
+    """Make the environment, install every step, and import what matters."""
     python = folder / "bin" / "python"
     try:
         commands = [installer.new_environment(folder)]
@@ -158,33 +139,23 @@ def _install(spec: EnvironmentSpec, folder: Path) -> str:
         commands.append(installer.uv_pip(python, "install", *packages))
     if spec.remove:
         commands.append(installer.uv_pip(python, "uninstall", *spec.remove))
-    commands.append([str(python), "-c", spec.probe])
-    env = _build_variables(folder)
-    for command in commands:
-        output = _run_command(spec, folder, command, env)
-    shutil.rmtree(folder / UV_CACHE, ignore_errors=True)
-    return output[-1]
-
-
-def _build_variables(folder: Path) -> dict[str, str]:
-    """The variables of a build; uv's cache goes into the folder where its own is on another disk."""
+    commands.append([str(python), "-c", f"import {spec.imports}"])
+    cache = folder / "uv-cache"  # on the same disk, where uv links instead of copying; the home folder's may be small
     env = variables(installer.uv_variables())
-    cache = os.environ.get("UV_CACHE_DIR") or os.path.expanduser("~/.cache/uv")
-    cache_disk = disk.nearest(Path(cache)).stat().st_dev
-    if cache_disk != folder.stat().st_dev:  # it would double what is written
-        env["UV_CACHE_DIR"] = str(folder / UV_CACHE)
-    return env
+    env.setdefault("UV_CACHE_DIR", str(cache))
+    for command in commands:
+        _run_command(spec, folder, command, env)
+    shutil.rmtree(cache, ignore_errors=True)
 
 
-def _run_command(spec: EnvironmentSpec, folder: Path, command: list[str], env: dict[str, str]) -> list[str]:
-    """Run one command of a build; the lines of the log so far."""
-    title = shlex.join(command).splitlines()[0]
+def _run_command(spec: EnvironmentSpec, folder: Path, command: list[str], env: dict[str, str]) -> None:
+    """Run one command of a build; if it fails, the last lines of the log are shown."""
+    title = shlex.join(command)
     print(f"  {title}", flush=True)
     log = folder / "build.log"
-    status = processes.run(command, env, log, lambda seconds: print(f"    {seconds:.0f} s", flush=True))
+    if processes.run(command, env, log, spec.name) == 0:
+        return
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    if status == 0:
-        return lines
     raise CourseError(
         tr(
             "Building the {name} environment failed at `{title}`:\n{tail}",

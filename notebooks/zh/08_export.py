@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `EXPORTS` 填格式名，例如 `"fp8, gguf-q8_0"`；留空就做 `gguf-q8_0`，这种格式任何机器都能做、都能运行。`PUSH_TO` 是上传的地方，`"hub:owner/name"`（也可以是 `modelscope:` 和 `kaggle:`），填 `"file"` 就打包成一个文件供下载。
+# `EXPORTS` 填格式名，例如 `"fp8, gguf-q8_0"`；留空就做 `gguf-q8_0`，这种格式任何机器都能做、都能运行。`PUSH_TO` 是上传的地方，`"hub:owner/name"`（或者 `"modelscope:owner/name"`），填 `"file"` 就打包成一个文件供下载。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -73,9 +73,9 @@ folder = lesson.run.merged
 #
 # - *16 bit*（`bf16`、`fp16`、`gguf-f16`）：合并后的模型是 16 bit 就原样不变，是 32 bit 就减小一半。效果几乎不变。
 # - *8 bit*（`fp8`、`int8`、`gguf-q8_0`）：比 16 bit 的一半大一点。差别很难察觉。
-# - *4 bit*（`w4a16`、`awq`、`gguf-q4_k_m`）：至少是 16 bit 的三分之一。有些回答会变；小模型比大模型效果下降得更多。
+# - *4 bit*（`w4a16`、`awq`）：至少是 16 bit 的三分之一。有些回答会变；小模型比大模型效果下降得更多。
 #
-# `fp8`、`w4a16` 和 `awq` 给 vLLM 用，`int8` 给 CPU 上的 transformers 用，GGUF 文件给 llama.cpp 和基于它的程序用。大小是估计值：除了 GGUF，其他格式都不压缩 embedding。
+# `fp8`、`w4a16` 和 `awq` 给 vLLM 用，`int8` 给 CPU 上的 transformers 用，GGUF 文件给 llama.cpp 和基于它的程序用。4 bit 的 GGUF 由 llama.cpp 自己做：`llama-quantize model-f16.gguf model-q4_k_m.gguf q4_k_m`。大小是估计值：除了 GGUF，其他格式都不压缩 embedding。
 
 # %%
 from nbutils import display
@@ -135,14 +135,14 @@ print(*exports, sep="\n")
 
 # %%
 compared = exporting.check_exports(exports, lesson.run.path)
-display.show_table([line.row for line in compared], "大小和代价")
+display.show_table([export.row for export in compared], "大小和代价")
 
 # %% [markdown]
 # ## 分享
 #
 # 不设 `PUSH_TO`，什么都不会离开这台机器。上传或打包的是 `EXPORTS` 里的第一种格式；`EXPORTS` 留空，就是合并后的模型。上传到 Hugging Face Hub 只要调用 `HfApi` 两次：`create_repo` 在没有仓库时建一个私有仓库，`upload_folder` 只传仓库里还没有的内容，所以上传中断后，再运行一次这个单元格就能接着传。
 #
-# `sharing.prepared` 处理容易忘的事：访问令牌（token）从平台的 secret 里取，任何报错都不会显示它；写一张注明基座模型的模型卡；去掉 JSON 文件里你机器上的目录。仓库已经是公开的，就拒绝上传。ModelScope、Kaggle 和打包成一个文件由 `sharing.push` 来做。
+# `sharing.prepared` 处理容易忘的事：访问令牌（token）从平台的 secret 里取，任何报错都不会显示它；写一张注明基座模型的模型卡；去掉 JSON 文件里你机器上的目录。仓库已经是公开的，就拒绝上传。ModelScope 和打包成一个文件由 `sharing.push` 来做。
 
 # %%
 from huggingface_hub import HfApi
@@ -180,4 +180,4 @@ else:
 # - 每种格式的代价：预测偏了多少；
 # - 如果需要，上传到模型社区，或者打包成一个文件供下载。
 # %%
-lesson.finish(exports=[line.facts for line in compared], pushed=pushed)
+lesson.finish(exports=[export.facts for export in compared], pushed=pushed)

@@ -85,12 +85,15 @@ benchmark = bench.Benchmark(lesson.run.path / "bench.json", settings, {"model": 
 # %% [markdown]
 # ## GPU 的上限
 #
-# 只有一个请求时，每生成一个 token，几乎所有权重都要从显存读一遍。所以显存带宽除以权重的大小，就是任何引擎处理单个请求时每秒 token 数的上限。多个请求可以共用每次读取。这个数显示在后面的结果表下方；没有 GPU 就不显示。
+# 只有一个请求时，每生成一个 token，几乎所有权重都要从显存读一遍。所以显存带宽除以权重的大小，就是任何引擎处理单个请求时每秒 token 数的上限。多个请求可以共用每次读取。带宽取 `configs/gpus.yaml` 里厂商公布的值；没有 GPU，或者文件里没有这种 GPU，就不显示。
 
 # %%
-if lesson.gpu:
-    benchmark.add_limit("vllm", lesson.run.merged)
-    serving.free_gpu_memory()
+from nbutils.plan import gpus
+
+weights = sum(file.stat().st_size for file in lesson.run.merged.glob("*.safetensors"))
+bandwidth = gpus.of_machine(lesson.gpu).bandwidth if lesson.gpu else None  # GB/s
+if bandwidth:
+    print(f"{lesson.gpu.name}：单个请求每秒最多约 {lesson.gpu.count * bandwidth * 1e9 / weights:,.0f} 个 token")
 
 # %% [markdown]
 # ## 对照
