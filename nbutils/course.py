@@ -94,7 +94,7 @@ def execute(stem: str, output: Path, values: Facts) -> None:
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
-    make_folder(output.parent, tr("executed notebooks"))
+    make_folder(output.parent)
     chinese = NOTEBOOKS / "zh" / f"{stem}.ipynb"
     source = chinese if language() == "zh" and chinese.exists() else NOTEBOOKS / f"{stem}.ipynb"
     unfinished = output.with_suffix(".unfinished.ipynb")  # a failure leaves the notebook of an earlier success alone

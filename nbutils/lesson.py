@@ -383,8 +383,8 @@ def find_machine(parameters: RunParameters, test_gpu: bool = True) -> Machine:
 def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Resolved]:
     """The run folder and the resolved profile; an existing run keeps the profile and SET it started with."""
     folders = machine.folders
-    make_folder(folders.keep, tr("runs"))
-    make_folder(folders.scratch, tr("scratch files"))
+    make_folder(folders.keep)
+    make_folder(folders.scratch)
     profile = parameters.profile
     model = parameters.model
     by_auto = profile == "auto" and not model and not parameters.run_name  # the learner named nothing
@@ -420,7 +420,7 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
             resolved.choices[choice] = replace(resolved.choices[choice], reason=tr("this run began with it"))
     run = folder_of(resolved.name)
     resolved = replace(resolved, set_values=_settings_of_run(parameters, run))
-    make_folder(run.path, tr("this run"))
+    make_folder(run.path)
     if distributed.is_main():
         _record_beginning(run, resolved, parameters, folders, by_auto)
     return run, resolved
@@ -535,7 +535,7 @@ def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) 
                     settings=settings_text(settings),
                 )
             )
-            make_folder(run.path, tr("this run"))
+            make_folder(run.path)
             record.note_beginning(run.facts, facts, by_auto=False)
         if former.has("02_data_prep") and not any(run.data.glob("*")):
             _copy_data(former.data, run.data)
@@ -569,7 +569,7 @@ def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
 def _copy_data(former: Path, data: Path) -> None:
     """Copy the plain files of a data folder, the card last: it says that all the others are there."""
     print(tr("data      copied from {folder}", folder=former))
-    make_folder(data, tr("this run"))
+    make_folder(data)
     card_last = sorted(former.iterdir(), key=lambda file: file.name == "data_card.json")
     for file in card_last:
         if file.is_file() and not file.is_symlink():

@@ -61,7 +61,7 @@ def output_for(arguments: Sequence[str]) -> Path | None:
     for following in arguments[place + 1 : place + 2]:
         if not following.startswith("-"):
             return None  # an output is named
-    folder = make_folder(platforms.folders(platforms.detect()).keep / "notebooks", tr("executed notebooks"))
+    folder = make_folder(platforms.folders(platforms.detect()).keep / "notebooks")
     output = folder / lesson.name
     if output.exists():
         return output.with_stem(f"{lesson.stem}-{time.strftime('%Y%m%d-%H%M%S')}")

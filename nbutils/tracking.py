@@ -62,7 +62,7 @@ def report_to(sft: SFT, scratch: Path) -> list[str]:
         names = [names]
     if not distributed.is_main() or names in ([], ["none"]):
         return []
-    logs = make_folder(scratch / "logs", tr("logs"))
+    logs = make_folder(scratch / "logs")
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
     os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{logs / 'mlflow.db'}")
     modes = dict.fromkeys(names, "")

@@ -94,7 +94,7 @@ def test_the_merge_has_the_bits_of_peft(case: str, base_of: Bases, tmp_path: Pat
     names = [{file.name for file in folder.glob("model*")} for folder in (base, tmp_path / "bfloat16")]
     assert names[0] == names[1] and (len(names[0]) > 1) == (case == "another architecture")
     monkeypatch.setattr(folders, "BLOCK", 64)
-    assert len(list(merging.open_base(base).weights["lm_head.weight"].blocks())) > 2
+    assert len(folders.open_base(base).weights["lm_head.weight"].blocks()) > 2
     merge(base, adapter, tmp_path / "float32", dtype="float32")
     assert_same_bits(tmp_path / "float32", models.merged_by_peft(base, adapter))
 
@@ -127,7 +127,7 @@ def test_the_dequantized_base_is_what_bitsandbytes_trains_on(settings: Any, base
     merge(base, adapter, tmp_path / "out", onto="dequantized", quantization=settings)
     theirs = models.merged_by_peft(seen, adapter, dtype="bfloat16")
     assert_same_bits(tmp_path / "out", {name: one for name, one in theirs.items() if name != "lm_head.weight"})
-    assert "14 can only" in merging.prove(base, adapter, tmp_path / "out", onto="dequantized")
+    assert "rows of 12 of 26 weights" in merging.prove(base, adapter, tmp_path / "out", onto="dequantized")
     assert not merge(base, adapter, tmp_path / "out").reused  # onto the full base it is another model
 
 
@@ -187,9 +187,8 @@ def test_the_base_must_be_the_one_of_the_training(pair: Pair) -> None:
     ({"peft_type": "IA3"}, ["uses IA3"]), ({"r": 5}, ["fits no weight"]),
     (lambda name, one: None, ["missing or damaged", ADAPTER]),
     (lambda name, one: one[..., :3].contiguous(), ["3), fits no weight"]),
-    (lambda name, one: one.to(torch.int8), ["missing or damaged", ADAPTER]),
-    (lambda name, one: None if f"{LAYER}.lora_B" in name else one, [f"{LAYER}.lora_A, of shape"]),
-    (["base_model.model.model.query.lora_A.weight", "model.query.lora_B.weight"], ["model.query.lora_A, of shape"]),
+    (lambda name, one: None if f"{LAYER}.lora_B" in name else one, [f"{LAYER}.lora_A.weight, of shape"]),
+    (["base_model.model.model.query.lora_A.weight", "model.query.lora_B.weight"], ["query.lora_A.weight, of shape"]),
     (["base_model.model.model.embed_tokens.lora_embedding_A"], ["lora_embedding_A, of shape"]),
     (["base_model.model.model.embed_tokens.lora_magnitude_vector"], ["lora_magnitude_vector, of shape"]),
 ])  # fmt: skip
@@ -227,7 +226,7 @@ def test_nothing_is_written_over_base_adapter_or_foreign_files(pair: Pair, tmp_p
 def test_values_that_are_not_finite_are_not_written(pair: Pair, tmp_path: Path) -> None:
     for file in pair[0].glob("*.safetensors"):
         rewrite(file, lambda name, one: torch.full_like(one, 1e6) if name == "model.norm.weight" else one)
-    with refused("model.norm.weight has infinite", "merge in float16."):
+    with refused("A weight has infinite", "Merge in bfloat16"):
         merge(*pair, tmp_path / "out", dtype="float16")
     assert not (tmp_path / "out").exists() and merge(*pair, tmp_path / "out").dtype == "bfloat16"
 
@@ -288,7 +287,7 @@ def test_a_full_disk_is_reported_and_another_merge_begins_anew(home: Path, tmp_p
 
     with monkeypatch.context() as patched:
         patched.setattr(merge_module, "write_shard", failing)
-        with refused("failed"):
+        with pytest.raises(OSError, match="No space left"):
             merge(home / "base", home / "adapter", out)
     assert len(list(files.partial_of(out).glob("model-*"))) == 2
     other = models.make_adapter(home / "base", tmp_path / "other", seed=5)
@@ -362,11 +361,11 @@ def test_a_hub_id_is_found_in_the_cache(home: Path, tmp_path: Path, monkeypatch:
     check("somebody/base", home / "adapter")
     assert merge("somebody/base", home / "adapter", tmp_path / "out").base == "somebody/base"
     with refused("nobody/base could not be downloaded"):
-        merging.open_base("nobody/base")
+        folders.open_base("nobody/base")
 
 
 def test_a_model_too_large_for_the_run_folder_goes_to_scratch(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    run = record.RunFolder(files.make_folder(tmp_path / "keep/run", "a test"))
+    run = record.RunFolder(files.make_folder(tmp_path / "keep/run"))
     scratch = tmp_path / "scratch/run"
     monkeypatch.setattr(disk, "free_gib", lambda folder: 10.0)
 
@@ -443,7 +442,7 @@ def test_memory_does_not_grow_with_the_weight(home: Path, tmp_path: Path) -> Non
     places = zip(shapes.items(), ([0, size], [size, 2 * size]), strict=True)
     tensors = {key: {"dtype": "BF16", "shape": shape, "data_offsets": place} for (key, shape), place in places}
     header = json.dumps(tensors).encode()
-    base = files.make_folder(tmp_path / "base", "a test")
+    base = files.make_folder(tmp_path / "base")
     (base / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
     with open(base / folders.SINGLE, "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)

@@ -38,17 +38,19 @@ _LOCKS: dict[Path, BaseFileLock] = {}
 
 def resume_point(run: RunFolder, folders: platforms.Folders, fingerprint: dict[str, Any], resume: str) -> Path | None:
     """The checkpoint to continue from, unpacked in scratch; with RESUME="never" the old ones are removed first."""
-    scratch = files.make_folder(folders.scratch / run.name, tr("working space"))
+    scratch = files.make_folder(folders.scratch / run.name)
     _lock_run(scratch)
     checkpoints.end_earlier(scratch / "outbox")
     for unproven in ("trainer", "outbox"):  # left by a killed run; only archives that verify count
         shutil.rmtree(scratch / unproven, ignore_errors=True)
-    keep = files.make_folder(run.checkpoints, tr("checkpoints of this run"))
+    keep = files.make_folder(run.checkpoints)
     stores = checkpoints.stores(folders, run.name)
     if resume == "never":
         (run.path / OOM_FILE).unlink(missing_ok=True)
-        removed = sum(checkpoints.clear(store) for store in stores if not folders.is_attached(store))
-        print(tr('RESUME is "never": {count} earlier checkpoints removed.', count=removed))
+        for store in stores:
+            if not folders.is_attached(store):
+                checkpoints.clear(store)
+        print(tr('RESUME is "never": earlier checkpoints of this run are removed.'))
         _begin_anew(keep)
         return None
     chosen_step = int(resume) if resume.isdecimal() else None
@@ -68,10 +70,11 @@ def resume_point(run: RunFolder, folders: platforms.Folders, fingerprint: dict[s
 
 
 def _unpack(checkpoint: StoredCheckpoint, keep: Path, folder: Path) -> Path:
-    """Unpack a checkpoint; one of an earlier or attached folder is copied first, as the next start may not see it."""
+    """Unpack a checkpoint; one of an earlier or attached folder is kept here too, as the next start may not see it."""
+    unpacked = checkpoints.unpack(checkpoint, folder / checkpoint.archive.stem)
     if checkpoint.archive.parent != keep:
-        checkpoint = checkpoints.copy(checkpoint, keep)
-    return checkpoints.unpack(checkpoint, folder)
+        checkpoints.pack(unpacked, keep, checkpoint.fingerprint, checkpoint.validation_rows)
+    return unpacked
 
 
 def _lock_run(scratch: Path) -> None:
