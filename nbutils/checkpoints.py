@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field
 
 from nbutils import former_names, platforms
 from nbutils.config import flat
-from nbutils.disk import folder_gib, free_gib
+from nbutils.disk import folder_gib, require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, read_json, read_object, sha256
 from nbutils.language import joined, tr
@@ -123,9 +123,8 @@ def _write_archive(folder: Path, archive: Path, stopped: Callable[[], bool]) -> 
 
 def _write_manifest(checkpoint: StoredCheckpoint) -> None:
     """Write the manifest of an archive that verifies, and read it back."""
-    name = checkpoint.archive.name
     if problem := defect(checkpoint):
-        raise OSError(errno.EIO, tr("{name} does not verify: {problem}", name=name, problem=problem))
+        raise OSError(errno.EIO, problem)
     text = checkpoint.model_dump_json(indent=2) + "\n"
     path = checkpoint.archive.with_suffix(".json")
     with open(path, "w", encoding="utf-8", newline="\n") as file:
@@ -167,11 +166,7 @@ def defect(checkpoint: StoredCheckpoint, thorough: bool = True) -> str | None:
     except FileNotFoundError:
         return tr("the archive is missing")
     if not stat.S_ISREG(status.st_mode) or status.st_size != checkpoint.size:
-        return tr(
-            "{found:,} bytes, {size:,} expected: cut off or still uploading",
-            found=status.st_size,
-            size=checkpoint.size,
-        )
+        return tr("its size differs: cut off or still uploading")
     if not thorough:
         return None
     if sha256(checkpoint.archive) != checkpoint.sha256:
@@ -215,12 +210,11 @@ def _checked_members(tar: tarfile.TarFile, checkpoint: StoredCheckpoint) -> Iter
         if member.isdir():
             folders.add(path)
         yield member
-    if top not in folders:
-        raise tarfile.TarError(tr("it holds no folder {name}", name=top))
     rest: Any = tar.fileobj
     rest.seek(tar.offset)
-    if any(rest.read(tarfile.RECORDSIZE)):  # some versions of tarfile take a bad header for the end
-        raise tarfile.TarError(tr("it goes on after its last member"))
+    ended = not any(rest.read(tarfile.RECORDSIZE))  # some versions of tarfile take a bad header for the end
+    if top not in folders or not ended:
+        raise tarfile.TarError(tr("it is not one whole folder {name}", name=top))
 
 
 def stores(folders: platforms.Folders, run: str) -> list[Path]:
@@ -234,10 +228,7 @@ def stores(folders: platforms.Folders, run: str) -> list[Path]:
 
 def look(store: Path) -> list[StoredCheckpoint]:
     """The checkpoints of a store, newest first; OSError if the disk fails."""
-    kept = []
-    for archive in _archives_in(store):
-        if checkpoint := read_manifest(archive):  # without one its copy was never finished
-            kept.append(checkpoint)
+    kept = filter(None, map(read_manifest, _archives_in(store)))  # without a manifest the copy was never finished
     return sorted(kept, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
@@ -499,8 +490,7 @@ class CheckpointSync:
         earlier = read_manifest(self.keep / f"{folder.name}.tar")
         if earlier and earlier.fingerprint == self.fingerprint and defect(earlier) is None:
             return earlier  # a whole one is never overwritten
-        if free_gib(self.keep) < folder_gib(folder):  # on Kaggle the disk has more than is saved
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        require_disk(self.keep, folder_gib(folder))  # on Kaggle the disk has more than is saved
         return pack(folder, self.keep, self.fingerprint, self.validation_rows, self._stopped.is_set)
 
     def _copy_logs(self) -> None:

@@ -99,12 +99,9 @@ def sha256(path: Path) -> str:
 
 def stamp(folder: Path) -> dict[str, Any] | None:
     """The `about` of a folder that `complete_folder` wrote; None if it, or a part of any of its files, is missing."""
-    try:
-        written = read_json(folder / STAMP)
-        whole = written["files"].items() <= sizes(folder).items()
-        return written["about"] if whole else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    written = read_object(folder / STAMP)
+    complete = "about" in written and written["files"].items() <= sizes(folder).items()
+    return written["about"] if complete else None
 
 
 def partial_of(target: Path) -> Path:
@@ -243,9 +240,7 @@ def _require_own_folder(place: Path) -> None:
 def _require_ours(target: Path) -> None:
     """Refuse to replace anything that `complete_folder` did not write, hidden files included."""
     _require_own_folder(target)
-    known = {STAMP}
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        known.update(read_json(target / STAMP)["files"])
+    known = {STAMP, *read_object(target / STAMP).get("files", ())}
     foreign = []
     for path in sorted(target.rglob("*")):
         name = path.relative_to(target).as_posix()

@@ -62,7 +62,7 @@ def flip_a_byte(path: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
-    "bytes, 20,480 expected": lambda path: os.truncate(path, 1000),
+    "its size differs": lambda path: os.truncate(path, 1000),
     "sha256 differs": flip_a_byte,
     "the archive is missing": Path.unlink,
 }
@@ -215,7 +215,7 @@ def test_a_fault_costs_a_line_and_no_checkpoint(
     if fault == "read back":
         monkeypatch.setattr(checkpoints, "sha256", lambda path: "0" * 64 if broken else real["sha256"](path))
     if fault == "space":
-        monkeypatch.setattr(checkpoints, "free_gib", lambda folder: 0.0 if broken else 1.0)
+        monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.0 if broken else 1.0)
     if fault == "run folder":
         (tmp_path / "run").rmdir()
     for step in (10, 20):

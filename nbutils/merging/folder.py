@@ -10,8 +10,9 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ class StoredTensor:
         """Row ranges of about BLOCK elements, none of them shorter than MIN_ROWS unless the whole is."""
         step = max(MIN_ROWS, BLOCK // math.prod(self.shape[-1:]))
         starts = range(0, max(1, self.rows - MIN_ROWS + 1), step)
-        return [slice(first, last) for first, last in zip(starts, [*starts[1:], self.rows], strict=True)]
+        return [slice(first, last) for first, last in pairwise([*starts, self.rows])]
 
     def read_bytes(self, offset: int, count: int) -> memoryview:
         """Some bytes; `offset` is from the beginning of the tensor."""
@@ -206,8 +207,11 @@ def weights_fingerprint(model: ModelFolder) -> str:
 
 def copy_companions(out: Path, base: ModelFolder, adapter: Path, dtype: str, untied: bool) -> None:
     """Config, tokenizer and other small files: the base's, but the tokenizer files of the adapter if it has any."""
-    _copy_files(base.path, SMALL_FILES + TOKENIZER_FILES, out)
-    _copy_files(adapter, TOKENIZER_FILES, out)
+    companions = [file for pattern in SMALL_FILES + TOKENIZER_FILES for file in base.path.glob(pattern)]
+    companions += [file for pattern in TOKENIZER_FILES for file in adapter.glob(pattern)]
+    for file in companions:
+        if file.is_file():
+            shutil.copyfile(file, out / file.name)
     config = dict(base.config)
     if dtype != "auto":
         config.pop("torch_dtype", None)  # the former name of dtype
@@ -215,10 +219,3 @@ def copy_companions(out: Path, base: ModelFolder, adapter: Path, dtype: str, unt
     if untied:
         config["tie_word_embeddings"] = False
     files.write_json(out / "config.json", config)
-
-
-def _copy_files(source: Path, patterns: Sequence[str], out: Path) -> None:
-    for pattern in patterns:
-        for file in source.glob(pattern):
-            if file.is_file():
-                shutil.copyfile(file, out / file.name)

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -22,7 +22,6 @@ from nbutils.language import tr
 from nbutils.merging import folder as model_folder
 from nbutils.merging.folder import (
     ALL,
-    CODES,
     FLOATS,
     MIN_ROWS,
     ModelFolder,
@@ -34,7 +33,6 @@ from nbutils.merging.weights import Factors, WeightPlan, compute_rows, plan_weig
 from nbutils.record import RunFolder
 
 ONTO = ("full", "dequantized")
-DTYPES = ("auto", *CODES)
 MAX_WORKERS = 8
 TOLERANCE = 1.01  # units in the last place in which a proof may differ: another CPU adds in another order
 SPARE = 1.02  # of the weights' size on disk
@@ -97,7 +95,6 @@ def merge_adapter(
     Example: `merging.merge_adapter("Qwen/Qwen3-0.6B", "runs/first/adapter", "runs/first/merged", dtype="bfloat16")`
     """
     require_choice("onto", onto, ONTO)
-    require_choice("dtype", dtype, DTYPES)
     model, trained = _open_both(base, Path(adapter))
     out = Path(out)
     files.require_apart(out, model.path, trained.path)
@@ -124,7 +121,7 @@ def merge_adapter(
         device=device,
         merged=changed,
         copied=len(plans) - changed,
-        bytes=_size_bytes(plans),
+        bytes=sum(plan.size for plan in plans.values()),
         untied=unties_head(model, trained),
     )
     if files.stamp(out) == about:
@@ -170,7 +167,8 @@ def check(base: str | Path, adapter: Path, onto: str, method: str) -> None:
 def size_gib(base: str | Path, adapter: Path, dtype: str = "auto") -> float:
     """GiB of disk that the merged model will take, with a little to spare."""
     plans = plan_weights(open_base(base), open_adapter(adapter), dtype)
-    return _size_bytes(plans) * SPARE / files.GIB + 0.05
+    size = sum(plan.size for plan in plans.values())
+    return size * SPARE / files.GIB + 0.05
 
 
 def choose_folder(run: RunFolder, scratch: Path, gib: float) -> Path:
@@ -197,10 +195,6 @@ def choose_folder(run: RunFolder, scratch: Path, gib: float) -> Path:
     return folder
 
 
-def _size_bytes(plans: Plans) -> int:
-    return sum(plan.size for plan in plans.values())
-
-
 def _write_model(
     model: ModelFolder, plans: Plans, report: MergeReport, about: dict[str, Any], adapter: Path
 ) -> MergeReport:
@@ -216,7 +210,7 @@ def _write_model(
         disk.require_disk(folder, report.bytes * SPARE / files.GIB)
         for shard in shards:
             part = {name: plan for name, plan in plans.items() if plan.shard == shard}
-            write_shard(folder / shard, part, report.device, bar.update)
+            write_shard(folder / shard, part, report.device, bar)
         model_folder.copy_companions(folder, model, adapter, report.dtype, report.untied)
         if shards != [model_folder.SINGLE]:
             weight_map = {name: plan.shard for name, plan in plans.items()}
@@ -238,7 +232,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def write_shard(file: Path, plans: Plans, device: str, progress: Callable[[int], Any]) -> None:
+def write_shard(file: Path, plans: Plans, device: str, bar: Any) -> None:
     """Compute and write one shard."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -252,7 +246,7 @@ def write_shard(file: Path, plans: Plans, device: str, progress: Callable[[int],
         out.write(len(header).to_bytes(8, "little") + header)
         for content in _compute_blocks(plans, device):
             out.write(content)
-            progress(len(content))
+            bar.update(len(content))
 
 
 def _compute_blocks(plans: Plans, device: str) -> Iterator[memoryview]:

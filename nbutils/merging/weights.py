@@ -109,24 +109,22 @@ def init_changes_base(config: Mapping[str, Any]) -> bool:
 def _add_adapter(plans: dict[str, WeightPlan], adapter: ModelFolder) -> None:
     """Give each weight what the adapter has for it; a tensor that fits no weight is refused."""
     config = adapter.config
-    rank = math.sqrt(config["r"]) if config.get("use_rslora") else config["r"]
-    scale = config["lora_alpha"] / rank
+    rank = config["r"]
+    scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
     unused = {}
     for key, tensor in adapter.weights.items():
-        name = key.removeprefix("base_model.model.").replace(".base_layer.", ".")  # untouched, beside a LoRA on it
-        unused[name] = tensor
+        name = key.removeprefix("base_model.model.").removesuffix(".weight")
+        unused[name.replace(".base_layer", "")] = tensor  # that of an untouched weight beside a LoRA on it
     for name, plan in plans.items():
         shape = plan.source.shape
-        if name in unused and unused[name].shape == shape:
-            plan = replace(plan, source=unused.pop(name), replaced=True)
         module = name.removesuffix(".weight")
-        a = unused.get(f"{module}.lora_A.weight")
-        b = unused.get(f"{module}.lora_B.weight")
-        if a and b and a.rows == config["r"] and (b.rows, a.shape[-1]) == shape:
-            lora = {A: unused.pop(f"{module}.lora_A.weight"), B: unused.pop(f"{module}.lora_B.weight")}
-            if magnitude := unused.pop(f"{module}.{MAGNITUDE}", None):
-                lora[MAGNITUDE] = magnitude
+        if module in unused and unused[module].shape == shape:
+            plan = replace(plan, source=unused.pop(module), replaced=True)
+        lora = {part: unused[f"{module}.{part}"] for part in (A, B, MAGNITUDE) if f"{module}.{part}" in unused}
+        if A in lora and B in lora and (lora[A].shape, lora[B].shape) == ((rank, shape[-1]), (shape[0], rank)):
             plan = replace(plan, lora=lora, scale=scale)
+            for part in lora:
+                del unused[f"{module}.{part}"]
         plans[name] = plan
     if unused:
         key = min(unused)
@@ -143,14 +141,15 @@ def quantized_weights(folder: Path) -> set[str]:
     """The weights that transformers loads in 4 bits: linear layers, but not the output layer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.quantizers.base import get_keys_to_not_convert
-    from transformers.quantizers.quantizers_utils import should_convert_module
 
     with torch.device("meta"):  # no memory for weights
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
-    skipped = get_keys_to_not_convert(model)
-    linear = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
-    return {f"{name}.weight" for name in linear if should_convert_module(name, skipped)}
+    head = model.get_output_embeddings()
+    names = set()
+    for name, module in model.named_modules():
+        if type(module) is torch.nn.Linear and module is not head:
+            names.add(f"{name}.weight")
+    return names
 
 
 def read_factors(plan: WeightPlan, device: str = "cpu") -> Factors:
