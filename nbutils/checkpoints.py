@@ -40,7 +40,6 @@ CHECKPOINTS = "checkpoints"
 BEGAN_ANEW = "began_anew.txt"
 RETRY_SECONDS = 1.0  # before a disk that gave an error is read again; then three and nine times as long
 PAUSE = 20.0  # before the copy of a checkpoint is tried again
-THREAD_NAME = "checkpoint-sync"
 _RUNNING: dict[Path, CheckpointSync] = {}  # by outbox
 Fingerprint = dict[str, Any]
 
@@ -70,7 +69,7 @@ class _HashingFile:
 
     def write(self, chunk: bytes) -> int:
         if self.stopped():  # the cell ran again: this copy would turn up in the new run
-            raise InterruptedError(errno.EINTR, "another sync took over")
+            raise InterruptedError("another sync took over")
         self.digest.update(chunk)
         self.size += len(chunk)
         return self.file.write(chunk)
@@ -226,9 +225,11 @@ def stores(folders: platforms.Folders, run: str) -> list[Path]:
     return [own, *earlier, *platforms.find_inputs(folders.inputs, f"{run}/{CHECKPOINTS}")]
 
 
-def look(store: Path) -> list[StoredCheckpoint]:
-    """The checkpoints of a store, newest first; OSError if the disk fails."""
-    kept = filter(None, map(read_manifest, _archives_in(store)))  # without a manifest the copy was never finished
+def look(*stores: Path) -> list[StoredCheckpoint]:
+    """The checkpoints of stores, newest first, equal steps in the order of the stores; OSError if a disk fails."""
+    kept: list[StoredCheckpoint] = []
+    for store in stores:
+        kept += filter(None, map(read_manifest, _archives_in(store)))  # without a manifest its copy was never finished
     return sorted(kept, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
@@ -243,9 +244,9 @@ def _archives_in(store: Path) -> set[Path]:
 
 
 def newest_first(stores: Iterable[Path]) -> list[StoredCheckpoint]:
-    """The checkpoints of all stores; equal steps stay in the order of the stores."""
-    kept = [checkpoint for store in stores for checkpoint in _with_retries(look, store, store)]
-    return sorted(kept, key=lambda checkpoint: checkpoint.step, reverse=True)
+    """The checkpoints of all stores; a disk that cannot be read is a CourseError."""
+    kept: list[StoredCheckpoint] = _with_retries(look, *stores)
+    return kept
 
 
 def newest_verified(
@@ -291,14 +292,14 @@ def first_verified(checkpoints: Iterable[StoredCheckpoint], step: int | None = N
         if step not in (None, checkpoint.step):
             continue
         archive = checkpoint.archive
-        problem = _with_retries(defect, checkpoint, archive)
+        problem = _with_retries(defect, checkpoint)
         if problem is None:
             return checkpoint
         print(tr("skipping {name} in {folder}: {why}", name=archive.name, folder=archive.parent, why=problem))
     return None
 
 
-def _with_retries(read: Callable[[Any], Any], source: Any, path: Path) -> Any:
+def _with_retries(read: Callable[..., Any], *sources: Any) -> Any:
     """What `read` returns; a disk that cannot be read stops the run, because starting at step 0 would overwrite it."""
     attempts = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(4),
@@ -306,10 +307,10 @@ def _with_retries(read: Callable[[Any], Any], source: Any, path: Path) -> Any:
         reraise=True,
     )
     try:
-        return attempts(read, source)
+        return attempts(read, *sources)
     except OSError as problem:
         raise CourseError(
-            tr("{path} cannot be read ({why}), and it may hold trained checkpoints.", path=path, why=problem.strerror),
+            tr("A disk that may hold trained checkpoints cannot be read: {why}.", why=problem),
             todo=tr('Mount it again (Colab: restart the session) and run this cell again; RESUME="never" starts over.'),
         ) from problem
 
@@ -383,9 +384,9 @@ class CheckpointSync:
     outbox: Path
     keep: Path
     fingerprint: Fingerprint
+    logs: tuple[Path, Path]
     keep_last: int = 3
     check: Callable[[], None] = lambda: None
-    logs: tuple[Path, Path] | None = None
     validation_rows: int = 0
     kept: StoredCheckpoint | None = None  # the newest that verified in the run folder
     seconds: float = 0.0  # of the last whole sync
@@ -397,7 +398,7 @@ class CheckpointSync:
         self._stopped = threading.Event()
         self.outbox.mkdir(parents=True, exist_ok=True)
         _RUNNING[self.outbox] = self
-        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def take(self, folder: Path) -> None:
@@ -495,8 +496,6 @@ class CheckpointSync:
 
     def _copy_logs(self) -> None:
         """Copy the logs; no parents are made where a mount was."""
-        if self.logs is None:
-            return
         self.check()
         source, target = self.logs
         target.mkdir(exist_ok=True)

@@ -23,7 +23,7 @@ def free_gib(folder: Path) -> float:
     """Free space at `folder`, or at its nearest parent that exists; on Kaggle never more than will be saved."""
     free = shutil.disk_usage(nearest(folder)).free / GIB
     working = platforms.fs_root() / "kaggle/working"
-    if platforms.detect().name != "kaggle" or not folder.resolve().is_relative_to(working.resolve()):
+    if not folder.resolve().is_relative_to(working.resolve()):
         return free
     saved = KAGGLE_OUTPUT / GIB - folder_gib(working)
     return min(free, max(0.0, saved))

@@ -128,10 +128,9 @@ def complete_folder(target: Path, about: dict[str, Any]) -> Iterator[Path]:
         for path in partial.iterdir():  # an interrupted block left it
             remove(path)
         yield partial
-        for path in partial.rglob("*"):
-            if path.is_file():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
+        for name in sizes(partial):
+            with open(partial / name, "rb") as file:
+                os.fsync(file.fileno())
         write_json(partial / STAMP, {"about": about, "files": sizes(partial)})
         _require_ours(target)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -191,16 +190,16 @@ def remove_left(folder: Path, pattern: str) -> None:
                 remove(left)
 
 
-def lock(path: Path, timeout: float = -1) -> BaseFileLock:
+def lock(path: Path) -> BaseFileLock:
     """A lock for `with` or `acquire`, free once this process is gone; on a disk without locks, a file beside it."""
     from filelock import FileLock, SoftFileLock
 
     with tempfile.NamedTemporaryFile(dir=path.parent) as probe, held(Path(probe.name)) as locked:
         if locked:
-            return FileLock(path, timeout=timeout)
+            return FileLock(path)
     path = path.with_suffix(".held")
     print(tr("[WARN] This disk has no locks: {file} stands for one. If its machine is lost, delete it.", file=path))
-    return SoftFileLock(path, timeout=timeout)
+    return SoftFileLock(path)
 
 
 def require_apart(target: Path, *sources: Path) -> None:

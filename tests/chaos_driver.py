@@ -109,7 +109,7 @@ class Disk:
 
     def operation(self, pause: float) -> None:
         """One operation takes a moment, and fails if the dice say so."""
-        if threading.current_thread().name != checkpoints.THREAD_NAME:
+        if threading.current_thread() is threading.main_thread():
             return
         time.sleep(pause * self.dice.uniform(0.5, 1.5))
         if "errors" in self.faults and self.dice.random() < 0.02:

@@ -181,10 +181,8 @@ def model_name(base: str | Path) -> str:
     if not Path(base).is_dir():
         return str(base)
     path = Path(base).absolute()
-    for part in path.parts:
-        if part.startswith("models--"):
-            return part.removeprefix("models--").replace("--", "/")
-    return path.name
+    cached = re.search(r"/models--([^/]+)", str(path))
+    return cached[1].replace("--", "/") if cached else path.name
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:

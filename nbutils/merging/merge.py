@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nbutils import disk, files, models, platforms
+from nbutils import disk, files, platforms
 from nbutils.errors import CourseError, require_choice
 from nbutils.language import tr
 from nbutils.merging import folder as model_folder
@@ -60,8 +60,6 @@ class MergeReport:
     untied: bool = False
 
     def __str__(self) -> str:
-        if self.reused:
-            return tr("merged: {folder} is there already, made from this adapter: nothing to do", folder=self.folder)
         return tr(
             "merged: {merged} weights changed, {copied} copied: {folder} ({gib:.2f} GiB, {dtype})",
             merged=self.merged,
@@ -137,8 +135,8 @@ def merge_adapter(
 
 def _open_both(base: str | Path, adapter: Path) -> tuple[ModelFolder, ModelFolder]:
     """The base and its adapter; an adapter of another base is refused by its name."""
-    config = models.read_config(adapter / model_folder.ADAPTER_CONFIG)
-    trained_on = str(config.get("base_model_name_or_path") or base)
+    trained = open_adapter(adapter)
+    trained_on = str(trained.config.get("base_model_name_or_path") or base)
     if _bare_name(trained_on) != _bare_name(base):
         raise CourseError(
             tr("The adapter was trained on {trained_on}, the base is {base}.", trained_on=trained_on, base=base),
@@ -146,7 +144,7 @@ def _open_both(base: str | Path, adapter: Path) -> tuple[ModelFolder, ModelFolde
                 "Use the MODEL of lesson 03, or another RUN_NAME; if it is the same model, give its folder that name."
             ),
         )
-    return open_base(base), open_adapter(adapter)
+    return open_base(base), trained
 
 
 def _bare_name(base: str | Path) -> str:
@@ -285,10 +283,9 @@ def _compute_block(plan: WeightPlan, factors: Factors, rows: slice, device: str)
 
 def prove(base: str | Path, adapter: Path, folder: Path, *, onto: str = "full") -> str:
     """Compute some rows of every weight again: it finds a forgotten layer, another adapter, a changed file."""
-    model = open_base(base)
     merged = open_base(folder)
     four_bit = FOUR_BIT if onto == "dequantized" else None
-    plans = plan_weights(model, open_adapter(adapter), merged.dtype, four_bit)
+    plans = plan_weights(open_base(base), open_adapter(adapter), merged.dtype, four_bit)
     compared = {name: plan for name, plan in plans.items() if not plan.dequantized}  # those are computed whole
     different = sorted(plans.keys() ^ merged.weights.keys())
     different = different or [name for name, plan in compared.items() if not _rows_agree(plan, merged.weights[name])]

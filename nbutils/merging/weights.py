@@ -49,9 +49,7 @@ class WeightPlan:
     @property
     def size(self) -> int:
         """The bytes it takes when it is written."""
-        if self.dtype == self.source.dtype:
-            return self.source.size
-        return math.prod(self.source.shape) * FLOAT_BYTES[self.dtype]
+        return self.source.size * FLOAT_BYTES.get(self.dtype, 1) // FLOAT_BYTES.get(self.source.dtype, 1)
 
 
 def plan_weights(

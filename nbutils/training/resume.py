@@ -80,8 +80,8 @@ def _unpack(checkpoint: StoredCheckpoint, keep: Path, folder: Path) -> Path:
 def _lock_run(scratch: Path) -> None:
     """Keep the run for this process until it ends: a second trainer would delete the files of this one."""
     try:
-        _LOCKS[scratch] = _LOCKS.get(scratch) or files.lock(scratch / "training.lock", timeout=0)
-        _LOCKS[scratch].acquire()
+        _LOCKS[scratch] = _LOCKS.get(scratch) or files.lock(scratch / "training.lock")
+        _LOCKS[scratch].acquire(timeout=0)
     except Timeout:
         raise CourseError(
             tr("Another process is training in {run} right now.", run=scratch.name),
