@@ -209,7 +209,7 @@ def measure(scratch: Path, keep: Path, pairs: int, steps: int, rank: int) -> tup
     """The blocks of one training, the warm-up left out, and the MiB of a checkpoint."""
     fingerprint = dict(benchmark="sync")
     logs = (scratch / "logs", keep / "logs")
-    way_home = checkpoints.CheckpointSync(scratch / "sealed", keep / "checkpoints", fingerprint, logs)
+    way_home = checkpoints.CheckpointSync(scratch / "sealed", keep / "checkpoints", fingerprint, logs, lambda: None)
     callback, blocks = stopwatch(way_home)
     trainer_of(scratch, steps * (2 * pairs + 2), steps, rank, callback).train()
     kept = way_home.finish()

@@ -291,11 +291,10 @@ def first_verified(checkpoints: Iterable[StoredCheckpoint], step: int | None = N
     for checkpoint in checkpoints:
         if step not in (None, checkpoint.step):
             continue
-        archive = checkpoint.archive
         problem = _with_retries(defect, checkpoint)
         if problem is None:
             return checkpoint
-        print(tr("skipping {name} in {folder}: {why}", name=archive.name, folder=archive.parent, why=problem))
+        print(tr("skipping {archive}: {why}", archive=checkpoint.archive, why=problem))
     return None
 
 
@@ -385,8 +384,8 @@ class CheckpointSync:
     keep: Path
     fingerprint: Fingerprint
     logs: tuple[Path, Path]
+    check: Callable[[], None]
     keep_last: int = 3
-    check: Callable[[], None] = lambda: None
     validation_rows: int = 0
     kept: StoredCheckpoint | None = None  # the newest that verified in the run folder
     seconds: float = 0.0  # of the last whole sync

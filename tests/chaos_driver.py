@@ -130,8 +130,8 @@ def main(home: Path, plan: dict[str, Any]) -> None:
     resume.mount_check = lambda mount: disk.check()
     lesson.run.path.mkdir(parents=True, exist_ok=True)
     print("started", flush=True)
-    found = resume.resume_point(lesson.run, lesson.folders, FINGERPRINT, "auto")
-    step, value = load(found) if found else (0, "")
+    checkpoint = resume.resume_point(lesson.run, lesson.folders, FINGERPRINT, "auto")
+    step, value = load(checkpoint) if checkpoint else (0, "")
     running = resume.start_sync(lesson.run, lesson.scratch, FINGERPRINT, KEEP_LAST)
     while step < plan["steps"]:
         time.sleep(STEP_SECONDS)

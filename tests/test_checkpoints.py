@@ -83,7 +83,7 @@ def test_a_damaged_one_is_skipped_with_the_reason(keep: Path, why: str, capsys: 
     DAMAGE[why](keep / "checkpoint-30.tar")
     assert newest(keep) == 20
     output = capsys.readouterr().out
-    assert "skipping checkpoint-30" in output and why in output
+    assert f"skipping {keep / 'checkpoint-30.tar'}" in output and why in output
 
 
 def test_the_newest_of_several_stores_wins_and_another_training_is_refused(keep: Path, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def make_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
     (tmp_path / "run").mkdir()
 
     def make(**options: Any) -> checkpoints.CheckpointSync:
-        options.setdefault("logs", (tmp_path / "no logs", tmp_path / "run/logs"))
+        options = {"logs": (tmp_path / "no logs", tmp_path / "run/logs"), "check": lambda: None} | options
         return checkpoints.CheckpointSync(outbox, tmp_path / "run/checkpoints", FINGERPRINT, **options)
 
     yield make

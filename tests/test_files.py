@@ -127,7 +127,7 @@ from pathlib import Path
 from nbutils import files
 calls, last = 0, int(sys.argv[2])
 
-def count(event, given):
+def count(event, arguments):
     global calls
     calls += event in ("os.remove", "os.rmdir", "os.rename", "shutil.rmtree")
     if calls == last:
@@ -208,8 +208,8 @@ def test_a_result_lies_apart_from_what_it_is_made_of(tmp_path: Path) -> None:
 
 
 def test_folders_are_made_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = files.make_folder(tmp_path / "runs/mine")
-    assert {place.stat().st_mode & 0o077 for place in (made, made.parent)} == {0}
+    folder = files.make_folder(tmp_path / "runs/mine")
+    assert {place.stat().st_mode & 0o077 for place in (folder, folder.parent)} == {0}
     (tmp_path / "file").touch()
     with refused("cannot be used: "):
         files.make_folder(tmp_path / "file/runs")

@@ -197,8 +197,7 @@ def weights_fingerprint(model: ModelFolder) -> str:
     for name, tensor in model.weights.items():
         digest.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
         last = max(0, tensor.size - SAMPLE)
-        offsets = {0, last // 2, last}
-        for offset in sorted(offsets):
+        for offset in sorted({0, last // 2, last}):
             digest.update(tensor.read_bytes(offset, min(SAMPLE, tensor.size)))
     return digest.hexdigest()[:16]
 

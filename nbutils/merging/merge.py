@@ -295,10 +295,9 @@ def prove(base: str | Path, adapter: Path, folder: Path, *, onto: str = "full") 
             todo=tr("Delete that folder and run the merge again."),
         )
     return tr(
-        "computed again: rows of {compared} of {count} weights, {changed} of them tuned, all as written",
+        "computed again: rows of {compared} of {count} weights, all as written",
         compared=len(compared),
         count=len(plans),
-        changed=sum(plan.is_tuned for plan in compared.values()),
     )
 
 

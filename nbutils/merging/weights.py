@@ -143,11 +143,8 @@ def quantized_weights(folder: Path) -> set[str]:
     with torch.device("meta"):  # no memory for weights
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     head = model.get_output_embeddings()
-    names = set()
-    for name, module in model.named_modules():
-        if type(module) is torch.nn.Linear and module is not head:
-            names.add(f"{name}.weight")
-    return names
+    linear = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    return {f"{name}.weight" for name, module in linear.items() if module is not head}
 
 
 def read_factors(plan: WeightPlan, device: str = "cpu") -> Factors:
