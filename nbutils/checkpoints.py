@@ -200,10 +200,12 @@ def _checked_members(tar: tarfile.TarFile, checkpoint: StoredCheckpoint) -> Iter
     seen: set[PurePosixPath] = set()
     for member in tar:
         path = PurePosixPath(member.name)
-        plain = (member.isfile() or member.isdir()) and not member.issparse() and not tar.pax_headers
+        plain = member.isfile() or member.isdir()
+        special = member.issparse() or tar.pax_headers
         fits = 0 <= member.size <= checkpoint.size and MEMBER.fullmatch(os.fsencode(member.name))
         inside = path.is_relative_to(top) and path.parent in folders and path.name != ".."
-        if not (plain and fits and inside) or path in seen or len(seen) > MAX_MEMBERS:
+        surplus = path in seen or len(seen) > MAX_MEMBERS
+        if special or surplus or not (plain and fits and inside):
             raise tarfile.TarError(tr("{name!r} is not what a checkpoint holds", name=member.name[:80]))
         seen.add(path)
         if member.isdir():
@@ -221,8 +223,10 @@ def stores(folders: platforms.Folders, run: str) -> list[Path]:
     own = folders.keep / run / CHECKPOINTS
     if (own / BEGAN_ANEW).exists():  # after RESUME="never" or a chosen step, other places no longer count
         return [own]
-    earlier = [place / run / CHECKPOINTS for place in folders.earlier]
-    return [own, *earlier, *platforms.find_inputs(folders.inputs, f"{run}/{CHECKPOINTS}")]
+    places = [own]
+    for earlier in folders.earlier:
+        places.append(earlier / run / CHECKPOINTS)
+    return places + platforms.find_inputs(folders.inputs, f"{run}/{CHECKPOINTS}")
 
 
 def look(*stores: Path) -> list[StoredCheckpoint]:

@@ -197,8 +197,10 @@ def weights_fingerprint(model: ModelFolder) -> str:
     for name, tensor in model.weights.items():
         digest.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
         last = max(0, tensor.size - SAMPLE)
-        for offset in sorted({0, last // 2, last}):
-            digest.update(tensor.read_bytes(offset, min(SAMPLE, tensor.size)))
+        offsets = {0, last // 2, last}
+        for offset in sorted(offsets):
+            sample = tensor.read_bytes(offset, min(SAMPLE, tensor.size))
+            digest.update(sample)
     return digest.hexdigest()[:16]
 
 

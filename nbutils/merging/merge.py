@@ -211,8 +211,10 @@ def _write_model(
             write_shard(folder / shard, part, report.device, bar)
         model_folder.copy_companions(folder, model, adapter, report.dtype, report.untied)
         if shards != [model_folder.SINGLE]:
-            weight_map = {name: plan.shard for name, plan in plans.items()}
-            index = {"metadata": {"total_size": report.bytes}, "weight_map": weight_map}
+            index = {
+                "metadata": {"total_size": report.bytes},
+                "weight_map": {name: plan.shard for name, plan in plans.items()},
+            }
             files.write_json(folder / model_folder.INDEX, index)
     return replace(report, seconds=time.perf_counter() - started)
 
