@@ -208,7 +208,8 @@ def trainer_of(scratch: Path, steps: int, save_steps: int, rank: int, callback: 
 def measure(scratch: Path, keep: Path, pairs: int, steps: int, rank: int) -> tuple[list[Block], float]:
     """The blocks of one training, the warm-up left out, and the MiB of a checkpoint."""
     fingerprint = dict(benchmark="sync")
-    way_home = checkpoints.CheckpointSync(scratch / "sealed", keep / "checkpoints", fingerprint)
+    logs = (scratch / "logs", keep / "logs")
+    way_home = checkpoints.CheckpointSync(scratch / "sealed", keep / "checkpoints", fingerprint, logs, lambda: None)
     callback, blocks = stopwatch(way_home)
     trainer_of(scratch, steps * (2 * pairs + 2), steps, rank, callback).train()
     kept = way_home.finish()

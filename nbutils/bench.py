@@ -444,7 +444,7 @@ def measure_speed(
     model: Path | None, url: str, name: str, settings: Load, *, rivals: Sequence[str], out: Path | None
 ) -> Benchmark:
     """The command line: a model folder with its rivals, or a running server."""
-    path = files.make_folder(out, tr("the results")) / "bench.json" if out else None
+    path = files.make_folder(out) / "bench.json" if out else None
     benchmark = Benchmark(path, settings, {})
     if url:
         bench_url(url, name, model, benchmark)

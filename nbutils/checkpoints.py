@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -27,21 +27,19 @@ from pydantic import BaseModel, Field
 
 from nbutils import former_names, platforms
 from nbutils.config import flat
-from nbutils.disk import folder_gib, free_gib
+from nbutils.disk import folder_gib, require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, read_json, read_object, sha256
 from nbutils.language import joined, tr
 
 NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")  # as the trainer writes it
 MAX_MEMBERS = 10_000
-PLAIN_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
 MEMBER = re.compile(rb"[^\0/]{1,255}(/[^\0/]{1,255}){0,7}")  # names and paths that every disk takes
 STATE = "trainer_state.json"  # in a checkpoint folder
 CHECKPOINTS = "checkpoints"
 BEGAN_ANEW = "began_anew.txt"
 RETRY_SECONDS = 1.0  # before a disk that gave an error is read again; then three and nine times as long
 PAUSE = 20.0  # before the copy of a checkpoint is tried again
-THREAD_NAME = "checkpoint-sync"
 _RUNNING: dict[Path, CheckpointSync] = {}  # by outbox
 Fingerprint = dict[str, Any]
 
@@ -71,7 +69,7 @@ class _HashingFile:
 
     def write(self, chunk: bytes) -> int:
         if self.stopped():  # the cell ran again: this copy would turn up in the new run
-            raise InterruptedError(errno.EINTR, "another sync took over")
+            raise InterruptedError("another sync took over")
         self.digest.update(chunk)
         self.size += len(chunk)
         return self.file.write(chunk)
@@ -93,12 +91,9 @@ def pack(
 ) -> StoredCheckpoint:
     """Write a checkpoint folder to `store` as an archive; its manifest is written once the archive verifies there."""
     archive = store / f"{folder.name}.tar"
-    with _room_for(archive):
-        with open(archive, "wb") as file:
-            counted = _HashingFile(file, stopped)
-            with tarfile.open(fileobj=counted, mode="w", copybufsize=CHUNK, dereference=True) as tar:  # type: ignore[call-overload]
-                tar.add(folder, arcname=folder.name)
-            _flush(file)
+    forget(archive)  # an older one of this step
+    try:
+        counted = _write_archive(folder, archive, stopped)
         checkpoint = StoredCheckpoint(
             archive=archive,
             step=step_of(folder),
@@ -108,35 +103,27 @@ def pack(
             validation_rows=validation_rows,
         )
         _write_manifest(checkpoint)
-    return checkpoint
-
-
-def copy(checkpoint: StoredCheckpoint, store: Path) -> StoredCheckpoint:
-    """Copy a checkpoint to another store; the manifest is written once the copy verifies there."""
-    target = checkpoint.model_copy(update={"archive": store / checkpoint.archive.name})
-    with _room_for(target.archive):
-        shutil.copyfile(checkpoint.archive, target.archive)
-        _write_manifest(target)
-    return target
-
-
-@contextmanager
-def _room_for(archive: Path) -> Iterator[None]:
-    """Remove an older one of this name first; and what was written, if the disk is full."""
-    forget(archive)
-    try:
-        yield
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
             forget(archive)
         raise
+    return checkpoint
+
+
+def _write_archive(folder: Path, archive: Path, stopped: Callable[[], bool]) -> _HashingFile:
+    """Write a folder to an archive; size and checksum come from what was written, not from the disk."""
+    with open(archive, "wb") as file:
+        counted = _HashingFile(file, stopped)
+        with tarfile.open(fileobj=counted, mode="w", copybufsize=CHUNK, dereference=True) as tar:  # type: ignore[call-overload]
+            tar.add(folder, arcname=folder.name)
+        _flush(file)
+    return counted
 
 
 def _write_manifest(checkpoint: StoredCheckpoint) -> None:
     """Write the manifest of an archive that verifies, and read it back."""
-    name = checkpoint.archive.name
     if problem := defect(checkpoint):
-        raise OSError(errno.EIO, tr("{name} does not verify: {problem}", name=name, problem=problem))
+        raise OSError(errno.EIO, problem)
     text = checkpoint.model_dump_json(indent=2) + "\n"
     path = checkpoint.archive.with_suffix(".json")
     with open(path, "w", encoding="utf-8", newline="\n") as file:
@@ -159,17 +146,16 @@ def forget(archive: Path) -> None:
     archive.unlink(missing_ok=True)
 
 
-def read_manifest(path: Path) -> StoredCheckpoint:
-    """The checkpoint of a manifest file; ValueError if it is no manifest or belongs to another file name."""
-    content = read_json(path)
+def read_manifest(archive: Path) -> StoredCheckpoint | None:
+    """What an archive must be by the manifest beside it; None without one that this course wrote for it."""
     try:
-        content = {**content, "fingerprint": former_names.fingerprint(content["fingerprint"])}
-    except (AttributeError, KeyError, TypeError) as problem:  # of no version of the course
-        raise ValueError("it is no manifest of this course") from problem
-    checkpoint = StoredCheckpoint.model_validate(content | {"archive": path.with_suffix(".tar")})
-    if path.stem != f"checkpoint-{checkpoint.step}":
-        raise ValueError(f"it belongs to step {checkpoint.step}")
-    return checkpoint
+        content = read_json(archive.with_suffix(".json"))
+        fingerprint = former_names.fingerprint(content["fingerprint"])
+        content |= {"archive": archive, "fingerprint": fingerprint}
+        checkpoint = StoredCheckpoint.model_validate(content)
+    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return checkpoint if archive.stem == f"checkpoint-{checkpoint.step}" else None
 
 
 def defect(checkpoint: StoredCheckpoint, thorough: bool = True) -> str | None:
@@ -179,11 +165,7 @@ def defect(checkpoint: StoredCheckpoint, thorough: bool = True) -> str | None:
     except FileNotFoundError:
         return tr("the archive is missing")
     if not stat.S_ISREG(status.st_mode) or status.st_size != checkpoint.size:
-        return tr(
-            "{found:,} bytes, {size:,} expected: cut off or still uploading",
-            found=status.st_size,
-            size=checkpoint.size,
-        )
+        return tr("its size differs: cut off or still uploading")
     if not thorough:
         return None
     if sha256(checkpoint.archive) != checkpoint.sha256:
@@ -197,18 +179,17 @@ def defect(checkpoint: StoredCheckpoint, thorough: bool = True) -> str | None:
     return None
 
 
-def unpack(checkpoint: StoredCheckpoint, folder: Path) -> Path:
-    """Unpack below `folder`; the checkpoint folder gets its name once it is complete."""
-    name = checkpoint.archive.stem
-    target = folder / name
-    partial = folder / f".{name}.partial"
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.rmtree(partial, ignore_errors=True)
-    with tarfile.open(checkpoint.archive, "r:") as tar:
+def unpack(checkpoint: StoredCheckpoint, target: Path) -> Path:
+    """Unpack a checkpoint folder; it gets its name, in place of an earlier one, once it is complete."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as partial,
+        tarfile.open(checkpoint.archive, "r:") as tar,
+    ):
         for member in _checked_members(tar, checkpoint):
             tar.extract(member, partial, set_attrs=False)  # `filter` is not known to every Python 3.10
-    os.replace(partial / name, target)
-    partial.rmdir()
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(Path(partial, checkpoint.archive.stem), target)
     return target
 
 
@@ -219,21 +200,22 @@ def _checked_members(tar: tarfile.TarFile, checkpoint: StoredCheckpoint) -> Iter
     seen: set[PurePosixPath] = set()
     for member in tar:
         path = PurePosixPath(member.name)
-        plain = member.type in PLAIN_TYPES and not member.issparse() and not tar.pax_headers
+        plain = member.isfile() or member.isdir()
+        special = member.issparse() or tar.pax_headers
         fits = 0 <= member.size <= checkpoint.size and MEMBER.fullmatch(os.fsencode(member.name))
         inside = path.is_relative_to(top) and path.parent in folders and path.name != ".."
-        if not (plain and fits and inside) or path in seen or len(seen) > MAX_MEMBERS:
+        surplus = path in seen or len(seen) > MAX_MEMBERS
+        if special or surplus or not (plain and fits and inside):
             raise tarfile.TarError(tr("{name!r} is not what a checkpoint holds", name=member.name[:80]))
         seen.add(path)
         if member.isdir():
             folders.add(path)
         yield member
-    if top not in folders:
-        raise tarfile.TarError(tr("it holds no folder {name}", name=top))
     rest: Any = tar.fileobj
     rest.seek(tar.offset)
-    if any(rest.read(tarfile.RECORDSIZE)):  # some versions of tarfile take a bad header for the end
-        raise tarfile.TarError(tr("it goes on after its last member"))
+    ended = not any(rest.read(tarfile.RECORDSIZE))  # some versions of tarfile take a bad header for the end
+    if top not in folders or not ended:
+        raise tarfile.TarError(tr("it is not one whole folder {name}", name=top))
 
 
 def stores(folders: platforms.Folders, run: str) -> list[Path]:
@@ -247,30 +229,28 @@ def stores(folders: platforms.Folders, run: str) -> list[Path]:
     return places + platforms.find_inputs(folders.inputs, f"{run}/{CHECKPOINTS}")
 
 
-def look(store: Path) -> list[StoredCheckpoint]:
-    """The checkpoints of a store, newest first; OSError if the disk fails."""
-    kept = []
-    for archive in _archives_in(store):
-        with suppress(ValueError, FileNotFoundError):  # without a usable manifest its copy was never finished
-            kept.append(read_manifest(archive.with_suffix(".json")))
+def look(*stores: Path) -> list[StoredCheckpoint]:
+    """The checkpoints of stores, newest first, equal steps in the order of the stores; OSError if a disk fails."""
+    kept: list[StoredCheckpoint] = []
+    for store in stores:
+        kept += filter(None, map(read_manifest, _archives_in(store)))  # without a manifest its copy was never finished
     return sorted(kept, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
 def _archives_in(store: Path) -> set[Path]:
     """The archives of a store, also where only the manifest is left; files of other names are somebody else's."""
-    try:
-        paths = list(store.iterdir())  # `glob` would hide that a disk fails
-    except (FileNotFoundError, NotADirectoryError):
-        return set()
-    return {
-        path.with_suffix(".tar") for path in paths if path.suffix in (".tar", ".json") and NAME.fullmatch(path.stem)
-    }
+    archives = set()
+    with suppress(FileNotFoundError):
+        for path in store.iterdir():  # `glob` would hide that a disk fails
+            if path.suffix in (".tar", ".json") and NAME.fullmatch(path.stem):
+                archives.add(path.with_suffix(".tar"))
+    return archives
 
 
 def newest_first(stores: Iterable[Path]) -> list[StoredCheckpoint]:
-    """The checkpoints of all stores; equal steps stay in the order of the stores."""
-    kept = [checkpoint for store in stores for checkpoint in _with_retries(look, store, store)]
-    return sorted(kept, key=lambda checkpoint: checkpoint.step, reverse=True)
+    """The checkpoints of all stores; a disk that cannot be read is a CourseError."""
+    kept: list[StoredCheckpoint] = _with_retries(look, *stores)
+    return kept
 
 
 def newest_verified(
@@ -283,12 +263,10 @@ def newest_verified(
     if best is not None:
         return best
     others = [checkpoint for checkpoint in kept if checkpoint.fingerprint != fingerprint]
-    if step is not None and (own or not others):
-        raise _step_missing(step, own)
-    if others:
+    if others and (step is None or not own):
         raise CourseError(
             tr(
-                "The checkpoints in this run are of another training ({differences}).",
+                "The checkpoints in this run are of another training (kept and requested: {differences}).",
                 differences=_differences(flat(others[0].fingerprint), flat(fingerprint)),
             ),
             todo=tr(
@@ -296,17 +274,20 @@ def newest_verified(
                 'over with RESUME="never".'
             ),
         )
+    if step is not None:
+        raise _step_missing(step, own)
     return None
 
 
 def _differences(kept: dict[str, Any], requested: dict[str, Any]) -> str:
-    names = sorted(kept.keys() | requested.keys())
-    lines = [
-        tr("{name}: kept {kept!r}, requested {asked!r}", name=name, kept=kept.get(name), asked=requested.get(name))
-        for name in names
-        if kept.get(name) != requested.get(name)
-    ]
-    return joined(lines, ";")
+    """Where two fingerprints differ."""
+    texts = []
+    for name in sorted(kept.keys() | requested.keys()):
+        before = kept.get(name)
+        now = requested.get(name)
+        if before != now:
+            texts.append(f"{name} {before!r}, {now!r}")
+    return joined(texts, ";")
 
 
 def first_verified(checkpoints: Iterable[StoredCheckpoint], step: int | None = None) -> StoredCheckpoint | None:
@@ -314,27 +295,25 @@ def first_verified(checkpoints: Iterable[StoredCheckpoint], step: int | None = N
     for checkpoint in checkpoints:
         if step not in (None, checkpoint.step):
             continue
-        archive = checkpoint.archive
-        problem = _with_retries(defect, checkpoint, archive)
+        problem = _with_retries(defect, checkpoint)
         if problem is None:
             return checkpoint
-        print(tr("skipping {name} in {folder}: {why}", name=archive.name, folder=archive.parent, why=problem))
+        print(tr("skipping {archive}: {why}", archive=checkpoint.archive, why=problem))
     return None
 
 
-def _with_retries(read: Callable[[Any], Any], source: Any, path: Path) -> Any:
+def _with_retries(read: Callable[..., Any], *sources: Any) -> Any:
     """What `read` returns; a disk that cannot be read stops the run, because starting at step 0 would overwrite it."""
     attempts = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(4),
         wait=tenacity.wait_exponential(RETRY_SECONDS, exp_base=3),
-        retry=tenacity.retry_if_exception_type(OSError),
         reraise=True,
     )
     try:
-        return attempts(read, source)
+        return attempts(read, *sources)
     except OSError as problem:
         raise CourseError(
-            tr("{path} cannot be read ({why}), and it may hold trained checkpoints.", path=path, why=problem.strerror),
+            tr("A disk that may hold trained checkpoints cannot be read: {why}.", why=problem),
             todo=tr('Mount it again (Colab: restart the session) and run this cell again; RESUME="never" starts over.'),
         ) from problem
 
@@ -354,43 +333,28 @@ def prune(store: Path, newest: StoredCheckpoint, keep_last: int, best_step: int 
             forget(archive)
 
 
-def clear(store: Path) -> int:
-    """Remove every checkpoint of a store; how many there were."""
-    archives = _archives_in(store)
-    for archive in archives:
+def clear(store: Path) -> None:
+    """Remove every checkpoint of a store."""
+    for archive in _archives_in(store):
         forget(archive)
-    return len(archives)
-
-
-def require_step(folders: platforms.Folders, run: str, resume: str) -> None:
-    """Refuse a RESUME that names a step of which the run keeps no checkpoint.
-
-    Example: `checkpoints.require_step(lesson.folders, lesson.run.name, RESUME)`
-    """
-    if not resume.isdecimal():
-        return
-    step = int(resume)
-    kept = newest_first(stores(folders, run))
-    if not any(checkpoint.step == step for checkpoint in kept):
-        raise _step_missing(step, kept)
 
 
 def _step_missing(step: int | None, kept: Iterable[StoredCheckpoint]) -> CourseError:
-    steps = sorted({str(checkpoint.step) for checkpoint in kept if checkpoint.step != step}, key=int)
+    steps = {checkpoint.step for checkpoint in kept} - {step}
     return CourseError(
-        tr("This run has no complete checkpoint of step {step}.", step="*" if step is None else step),
+        tr("This run has no complete checkpoint of step {step}.", step=step or "*"),
         todo=tr(
             'Set RESUME (or --step) to one of: {steps}; or RESUME to "auto".',
-            steps=", ".join(steps) or tr("none"),
+            steps=", ".join(map(str, sorted(steps))) or tr("none"),
         ),
     )
 
 
-def listing(run: str, thorough: bool) -> tuple[list[dict[str, Any]], bool]:
-    """A row for each checkpoint of a run (its name, or the path of its folder); whether there are some, all whole."""
+def listing(store: Path, thorough: bool) -> tuple[list[dict[str, Any]], bool]:
+    """A row for each checkpoint of a store; and whether there are some, all whole."""
     rows = []
     whole = True
-    for checkpoint in newest_first(_stores_of(run)):
+    for checkpoint in newest_first([store]):
         problem = defect(checkpoint, thorough)
         whole = whole and problem is None
         rows.append(
@@ -398,40 +362,22 @@ def listing(run: str, thorough: bool) -> tuple[list[dict[str, Any]], bool]:
                 tr("step"): checkpoint.step,
                 tr("size"): f"{checkpoint.size / 2**20:,.1f} MiB",
                 tr("state"): problem or tr("whole"),
-                tr("where"): checkpoint.archive.parent,
+                tr("where"): store,
             }
         )
     return rows, whole and bool(rows)
 
 
-def _stores_of(run: str) -> list[Path]:
-    """The stores of a run that exist."""
-    given = Path(run).expanduser() / CHECKPOINTS
-    if given.is_dir():
-        return [given]
-    folders = platforms.folders(platforms.detect())
-    places = [place for place in stores(folders, run) if place.is_dir()]
-    if not places:
-        raise CourseError(
-            tr("There is no run {run!r} with checkpoints in {folder}.", run=run, folder=folders.keep),
-            todo=tr("Name a run there, give the path of a run folder, or set NBUTILS_HOME to the folder of your runs."),
-        )
-    return places
-
-
-def restore(run: str, target: Path | None, step: int | None) -> Path:
+def restore(store: Path, target: Path | None, step: int | None) -> Path:
     """Unpack the newest checkpoint that verifies (or that of `step`) into a folder that did not exist."""
-    kept = newest_first(_stores_of(run))
+    kept = newest_first([store])
     chosen = first_verified(kept, step)
     if chosen is None:
         raise _step_missing(step, kept)
-    target = target or Path.cwd() / chosen.archive.stem
+    target = target or Path(chosen.archive.stem)
     if target.exists():
         raise CourseError(tr("{path} exists already.", path=target), todo=tr("Name another folder with --to."))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        unpack(chosen, Path(folder)).rename(target)
-    return target
+    return unpack(chosen, target)
 
 
 @dataclass(eq=False)
@@ -441,9 +387,9 @@ class CheckpointSync:
     outbox: Path
     keep: Path
     fingerprint: Fingerprint
+    logs: tuple[Path, Path]
+    check: Callable[[], None]
     keep_last: int = 3
-    check: Callable[[], None] = lambda: None
-    logs: tuple[Path, Path] | None = None
     validation_rows: int = 0
     kept: StoredCheckpoint | None = None  # the newest that verified in the run folder
     seconds: float = 0.0  # of the last whole sync
@@ -454,18 +400,12 @@ class CheckpointSync:
         self._wake = threading.Event()
         self._stopped = threading.Event()
         self.outbox.mkdir(parents=True, exist_ok=True)
-        end_earlier(self.outbox)
         _RUNNING[self.outbox] = self
-        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def take(self, folder: Path) -> None:
         """Accept a finished checkpoint folder; the trainer may delete it, and must not write into it again."""
-        if self._stopped.is_set():
-            raise CourseError(
-                tr("The checkpoint sync of this training was stopped, because this run was started again."),
-                todo=tr("Run the cells again from the one that loads the model, in order."),
-            )
         partial = self.outbox / f".{folder.name}"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(folder, partial, copy_function=_link)
@@ -484,11 +424,11 @@ class CheckpointSync:
     def finish(self, patience: float = 600.0) -> StoredCheckpoint | None:
         """Wait until the newest checkpoint is in the run folder, and show that; an error after `patience` seconds."""
         self._wake.set()
-        started = time.monotonic()
-        announced = False
+        deadline = time.monotonic() + patience
+        if folder := self.waiting:
+            print(tr("copying checkpoint {step} to {folder} ...", step=step_of(folder), folder=self.keep), flush=True)
         while folder := self.waiting:
-            waited = time.monotonic() - started
-            if waited > patience:
+            if time.monotonic() > deadline:
                 raise CourseError(
                     tr(
                         "The last checkpoint could not be copied to {folder}: {problem}.",
@@ -500,11 +440,6 @@ class CheckpointSync:
                         "is {path}.",
                         path=folder,
                     ),
-                )
-            if waited > 1 and not announced:
-                announced = True
-                print(
-                    tr("copying checkpoint {step} to {folder} ...", step=step_of(folder), folder=self.keep), flush=True
                 )
             time.sleep(0.05)
         with suppress(OSError):  # the checkpoint is safe; logs are no reason for an error
@@ -520,16 +455,16 @@ class CheckpointSync:
             try:
                 self._sync()
             except Exception as problem:  # whatever it is, training goes on
-                text = f"{type(problem).__name__}: {problem}"
-                if self.problem is None:
+                first = self.problem is None
+                self.problem = f"{type(problem).__name__}: {problem}"
+                if first:
                     warning = tr(
                         "[WARN] a checkpoint could not be copied to {folder}: {problem}. Training goes on; the copy is "
                         "retried.",
                         folder=self.keep,
-                        problem=text,
+                        problem=self.problem,
                     )
                     self._messages.append(warning)
-                self.problem = text
 
     def _sync(self) -> None:
         """Pack the newest folder into the run folder, prune there, copy the logs."""
@@ -556,18 +491,14 @@ class CheckpointSync:
     def _pack(self, folder: Path) -> StoredCheckpoint:
         self.check()
         self.keep.mkdir(exist_ok=True)  # not its parents: if the run folder is gone, so is the disk
-        with suppress(FileNotFoundError, ValueError):
-            earlier = read_manifest(self.keep / f"{folder.name}.json")
-            if earlier.fingerprint == self.fingerprint and defect(earlier) is None:
-                return earlier  # a whole one is never overwritten
-        if free_gib(self.keep) < folder_gib(folder):  # on Kaggle the disk has more than is saved
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        earlier = read_manifest(self.keep / f"{folder.name}.tar")
+        if earlier and earlier.fingerprint == self.fingerprint and defect(earlier) is None:
+            return earlier  # a whole one is never overwritten
+        require_disk(self.keep, folder_gib(folder))  # on Kaggle the disk has more than is saved
         return pack(folder, self.keep, self.fingerprint, self.validation_rows, self._stopped.is_set)
 
     def _copy_logs(self) -> None:
         """Copy the logs; no parents are made where a mount was."""
-        if self.logs is None:
-            return
         self.check()
         source, target = self.logs
         target.mkdir(exist_ok=True)

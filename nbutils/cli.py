@@ -174,7 +174,7 @@ def of_a_run() -> None:
 
 def _show_checkpoints(run: str, thorough: bool) -> bool:
     """Print them; whether there are some, and all are sound."""
-    rows, whole = checkpoints.listing(run, thorough)
+    rows, whole = checkpoints.listing(record.find_run(run).checkpoints, thorough)
     print(display.aligned(rows) or tr("no checkpoint yet"))
     return whole
 
@@ -199,7 +199,8 @@ def verify(run: str) -> None:
 @option("--step", type=int, help="Of this step, instead of the newest that verifies.")
 def restore(run: str, to: Path | None, step: int | None) -> None:
     """Unpack the newest checkpoint that verifies."""
-    print(tr("restored: {folder}", folder=checkpoints.restore(run, to, step)))
+    folder = checkpoints.restore(record.find_run(run).checkpoints, to, step)
+    print(tr("restored: {folder}", folder=folder))
 
 
 @app.group()

@@ -83,7 +83,7 @@ def execute(stem: str, output: Path, values: Facts) -> None:
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
-    make_folder(output.parent, tr("executed notebooks"))
+    make_folder(output.parent)
     folder = NOTEBOOKS / "zh" if language() == "zh" else NOTEBOOKS
     unfinished = output.with_suffix(".unfinished.ipynb")  # a failure leaves the notebook of an earlier success alone
     try:

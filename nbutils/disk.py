@@ -23,7 +23,7 @@ def free_gib(folder: Path) -> float:
     """Free space at `folder`, or at its nearest parent that exists; on Kaggle never more than will be saved."""
     free = shutil.disk_usage(nearest(folder)).free / GIB
     working = platforms.fs_root() / "kaggle/working"
-    if platforms.detect().name != "kaggle" or not folder.resolve().is_relative_to(working.resolve()):
+    if not folder.resolve().is_relative_to(working.resolve()):
         return free
     saved = KAGGLE_OUTPUT / GIB - folder_gib(working)
     return min(free, max(0.0, saved))
@@ -37,32 +37,18 @@ def free_inodes(folder: Path) -> int | None:
     return status.f_favail if status.f_files else None
 
 
-def require_disk(folder: Path, gib: float, purpose: str) -> None:
-    """Stop before a long job that would run out of disk, or of files on a disk that counts them."""
+def require_disk(folder: Path, gib: float) -> None:
+    """Stop before a long job that would run out of disk."""
     free = free_gib(folder)
     if free < gib:
         raise CourseError(
             tr(
-                "Not enough disk space in {folder}: {purpose} needs {needed:.2f} GiB, and only {free:.2f} GiB "
-                "are free.",
-                purpose=purpose,
+                "Not enough disk space in {folder}: {needed:.2f} GiB are needed, and only {free:.2f} GiB are free.",
                 folder=folder,
                 needed=gib,
                 free=free,
             ),
             todo=tr("Delete old runs or caches there, or set NBUTILS_HOME to a folder on a larger disk."),
-        )
-    files = free_inodes(folder)
-    if files is not None and files < FEWEST_FILES:
-        raise CourseError(
-            tr(
-                "Too few inodes in {folder} for {purpose}: only {files} more files can be created, however "
-                "much space is free.",
-                purpose=purpose,
-                folder=folder,
-                files=files,
-            ),
-            todo=tr("Delete folders with many small files there, or set NBUTILS_HOME to a folder on another disk."),
         )
 
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
@@ -56,7 +56,7 @@ def replacement(path: Path) -> Iterator[IO[bytes]]:
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with open(partial, "xb") as file, held(partial):
+        with open(partial, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -99,12 +99,9 @@ def sha256(path: Path) -> str:
 
 def stamp(folder: Path) -> dict[str, Any] | None:
     """The `about` of a folder that `complete_folder` wrote; None if it, or a part of any of its files, is missing."""
-    try:
-        written = read_json(folder / STAMP)
-        whole = written["files"].items() <= sizes(folder).items()
-        return written["about"] if whole else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    written = read_object(folder / STAMP)
+    complete = "about" in written and written["files"].items() <= sizes(folder).items()
+    return written["about"] if complete else None
 
 
 def partial_of(target: Path) -> Path:
@@ -121,22 +118,19 @@ def complete_folder(target: Path, about: dict[str, Any]) -> Iterator[Path]:
     """
     target = target.absolute()
     partial = partial_of(target)
+    replaced = target.with_name(f".{target.name}.replaced")
     _require_ours(target)
-    _require_folder(partial)
     partial.mkdir(mode=0o700, exist_ok=True)
-    _require_folder(partial)
+    _require_own_folder(partial)
     with held(partial):
-        replaced = target.with_name(f".{target.name}.replaced")
-        _require_folder(replaced)
         if replaced.exists() and not target.exists():  # a process was killed between two renames
             os.replace(replaced, target)
         for path in partial.iterdir():  # an interrupted block left it
             remove(path)
         yield partial
-        for path in partial.rglob("*"):
-            if path.is_file():
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
+        for name in sizes(partial):
+            with open(partial / name, "rb") as file:
+                os.fsync(file.fileno())
         write_json(partial / STAMP, {"about": about, "files": sizes(partial)})
         _require_ours(target)
         shutil.rmtree(replaced, ignore_errors=True)
@@ -196,16 +190,16 @@ def remove_left(folder: Path, pattern: str) -> None:
                 remove(left)
 
 
-def lock(path: Path, timeout: float = -1) -> BaseFileLock:
+def lock(path: Path) -> BaseFileLock:
     """A lock for `with` or `acquire`, free once this process is gone; on a disk without locks, a file beside it."""
     from filelock import FileLock, SoftFileLock
 
     with tempfile.NamedTemporaryFile(dir=path.parent) as probe, held(Path(probe.name)) as locked:
         if locked:
-            return FileLock(path, timeout=timeout)
+            return FileLock(path)
     path = path.with_suffix(".held")
     print(tr("[WARN] This disk has no locks: {file} stands for one. If its machine is lost, delete it.", file=path))
-    return SoftFileLock(path, timeout=timeout)
+    return SoftFileLock(path)
 
 
 def require_apart(target: Path, *sources: Path) -> None:
@@ -232,37 +226,25 @@ def require_inside(folder: Path, paths: Iterable[Path]) -> None:
             )
 
 
-def _require_folder(place: Path) -> None:
-    """Refuse a link, a file, or a folder of neither this user nor whom the place belongs to, where one is written."""
+def _require_own_folder(place: Path) -> None:
+    """Refuse a link, a file, or what another user made, where a folder is written."""
     if place.is_symlink() or place.is_file():
         raise CourseError(
             tr("{path} is a link or a file, and a folder is written there.", path=place),
             todo=tr("Check where it leads, then remove it or name another folder."),
         )
-    if place.exists() and place.stat().st_uid not in (os.getuid(), place.parent.stat().st_uid):
-        raise _of_another_user(place)
-
-
-def _of_another_user(folder: Path) -> CourseError:
-    return CourseError(
-        tr("{folder} belongs to another user of this machine.", folder=folder),
-        todo=tr(
-            "Name a folder in your home: for runs NBUTILS_HOME, for an environment NBUTILS_SERVE_ENV or "
-            "NBUTILS_EXPORT_ENV, for a model --out."
-        ),
-    )
+    require_own(place)
 
 
 def _require_ours(target: Path) -> None:
     """Refuse to replace anything that `complete_folder` did not write, hidden files included."""
-    _require_folder(target)
-    known = {STAMP}
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        known.update(read_json(target / STAMP)["files"])
-    for name in list(known):
-        known.update(str(parent) for parent in PurePosixPath(name).parents)
-    present = {path.relative_to(target).as_posix() for path in target.rglob("*")}
-    foreign = sorted(present - known)
+    _require_own_folder(target)
+    known = {STAMP, *read_object(target / STAMP).get("files", ())}
+    foreign = []
+    for path in sorted(target.rglob("*")):
+        name = path.relative_to(target).as_posix()
+        if name not in known and (path.is_symlink() or not path.is_dir()):
+            foreign.append(name)
     if foreign:
         raise CourseError(
             tr("{folder} has files that were not made here ({names}).", folder=target, names=", ".join(foreign[:3])),
@@ -285,10 +267,16 @@ def require_own(folder: Path) -> None:
     for place in (folder, *folder.parents):
         shared = os.path.lexists(place) and place.parent.stat().st_mode & stat.S_IWOTH
         if shared and place.lstat().st_uid != os.getuid():
-            raise _of_another_user(place)
+            raise CourseError(
+                tr("{folder} belongs to another user of this machine.", folder=place),
+                todo=tr(
+                    "Name a folder in your home: for runs NBUTILS_HOME, for an environment NBUTILS_SERVE_ENV or "
+                    "NBUTILS_EXPORT_ENV, for a model --out."
+                ),
+            )
 
 
-def make_folder(folder: Path, purpose: str) -> Path:
+def make_folder(folder: Path) -> Path:
     """The folder, made for this user alone if it is missing; one that cannot be written to is a CourseError."""
     require_own(folder)
     try:
@@ -299,12 +287,7 @@ def make_folder(folder: Path, purpose: str) -> Path:
             probe.write(bytes(4096))  # an empty file also fits on a full disk
     except OSError as problem:
         raise CourseError(
-            tr(
-                "{folder} cannot be used for {purpose}: {problem}.",
-                folder=folder,
-                purpose=purpose,
-                problem=problem.strerror,
-            ),
+            tr("{folder} cannot be used: {problem}.", folder=folder, problem=problem.strerror),
             todo=tr("Set NBUTILS_HOME to a folder you can write to."),
         ) from problem
     return folder

@@ -387,8 +387,8 @@ def find_machine(parameters: RunParameters, test_gpu: bool = True) -> Machine:
 def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Resolved]:
     """The run folder and the resolved profile; an existing run keeps the profile and SET it started with."""
     folders = machine.folders
-    make_folder(folders.keep, tr("runs"))
-    make_folder(folders.scratch, tr("scratch files"))
+    make_folder(folders.keep)
+    make_folder(folders.scratch)
     by_auto = parameters.profile == "auto" and not parameters.model and not parameters.run_name
     if by_auto and machine.gpu:  # the learner named nothing
         parameters = parameters.model_copy(update={"run_name": unfinished_run(folders.keep)})
@@ -407,7 +407,7 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
             resolved.choices[name] = replace(resolved.choices[name], reason=tr("this run began with it"))
     run = _find_run(parameters, folders, resolved.name)
     resolved = replace(resolved, set_values=_settings_of_run(parameters, run))
-    make_folder(run.path, tr("this run"))
+    make_folder(run.path)
     if distributed.is_main():
         _record_beginning(run, resolved, parameters, folders, by_auto)
     return run, resolved
@@ -509,7 +509,7 @@ def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) 
             if attached:
                 _require_trusted(former, parameters)
                 facts.get("set", {}).pop("course.data", None)  # it chooses no data of this machine
-            make_folder(run.path, tr("this run"))
+            make_folder(run.path)
             record.note_beginning(run.facts, facts, by_auto=False)
             print(tr("facts     copied from {file}", file=former.facts))
         if former.has("02_data_prep") and not any(run.data.glob("*")):
@@ -550,7 +550,7 @@ def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
 
 def _copy_data(former: Path, data: Path) -> None:
     """Copy the plain files of a data folder, the card last: it says that all the others are there."""
-    make_folder(data, tr("this run"))
+    make_folder(data)
     card_last = sorted(former.iterdir(), key=lambda file: file.name == "data_card.json")
     for file in card_last:
         if file.is_file() and not file.is_symlink():

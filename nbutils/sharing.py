@@ -244,8 +244,8 @@ def single_file(folder: str | Path, out: str | Path | None = None) -> str:
             tr("{file} exists, and was not made here.", file=out), todo=tr("Name another file, or move that one away.")
         )
     files.require_apart(out, folder)
-    files.make_folder(out.parent, tr("the archive"))
-    disk.require_disk(out.parent, gib * 1.01 + 0.01, tr("one file of the model"))
+    files.make_folder(out.parent)
+    disk.require_disk(out.parent, gib * 1.01 + 0.01)
     with files.held(out.parent.resolve()):  # of two at once, one would remove what the other has begun
         files.remove_left(out.parent, f".{glob.escape(out.name)}.*.partial")
         sha256 = _pack(parts, folder.name, out, checksum)

@@ -59,7 +59,7 @@ def report_to(sft: SFT, scratch: Path) -> list[str]:
         names = [names]
     if not distributed.is_main() or names in ([], ["none"]):
         return []
-    logs = make_folder(scratch / "logs", tr("logs"))
+    logs = make_folder(scratch / "logs")
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
     trackers = {}  # each with how it is shown
     excepthook = sys.excepthook

@@ -59,15 +59,12 @@ SEED: int = 42
 SET: str = ""
 
 # %% [markdown]
-# Start the lesson. It finds the platform, the GPU, the profile and the folder of this run. If `RESUME` names a step
-# that has no checkpoint, the lesson stops here.
+# Start the lesson. It finds the platform, the GPU, the profile and the folder of this run.
 
 # %%
 import nbutils
-from nbutils import checkpoints
 
 lesson = nbutils.start("03_qlora", globals())
-checkpoints.require_step(lesson.folders, lesson.run.name, RESUME)
 
 # %% [markdown]
 # ## Rows

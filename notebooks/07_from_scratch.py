@@ -72,11 +72,9 @@ SET: str = ""
 
 # %%
 import nbutils
-from nbutils import checkpoints
 from nbutils.training import pretraining
 
 lesson = nbutils.start("07_from_scratch", globals())
-checkpoints.require_step(lesson.folders, lesson.run.name, RESUME)
 pretraining.require_sizes(WIDTH, DEPTH, VOCAB)
 
 # %% [markdown]

@@ -109,7 +109,7 @@ class Disk:
 
     def operation(self, pause: float) -> None:
         """One operation takes a moment, and fails if the dice say so."""
-        if threading.current_thread().name != checkpoints.THREAD_NAME:
+        if threading.current_thread() is threading.main_thread():
             return
         time.sleep(pause * self.dice.uniform(0.5, 1.5))
         if "errors" in self.faults and self.dice.random() < 0.02:
@@ -130,8 +130,8 @@ def main(home: Path, plan: dict[str, Any]) -> None:
     resume.mount_check = lambda mount: disk.check()
     lesson.run.path.mkdir(parents=True, exist_ok=True)
     print("started", flush=True)
-    found = resume.resume_point(lesson.run, lesson.folders, FINGERPRINT, "auto")
-    step, value = load(found) if found else (0, "")
+    checkpoint = resume.resume_point(lesson.run, lesson.folders, FINGERPRINT, "auto")
+    step, value = load(checkpoint) if checkpoint else (0, "")
     sft, course = SimpleNamespace(save_total_limit=KEEP_LAST), SimpleNamespace(validation_rows=0)
     profile: Any = SimpleNamespace(sft=sft, course=course)
     running = resume.start_sync(lesson.run, lesson.scratch, FINGERPRINT, profile)

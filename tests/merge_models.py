@@ -49,20 +49,14 @@ def make_adapter(base: Path, folder: Path, seed: int = 11, dtype: str = "float32
     return folder
 
 
-def with_adapter(base: Path, *adapters: Path) -> Any:
-    """The base with adapters beside it, all of them active."""
-    names = [f"one{place}" for place in range(len(adapters))]
-    model = PeftModel.from_pretrained(load(base), adapters[0], adapter_name=names[0])
-    for name, adapter in zip(names[1:], adapters[1:], strict=True):
-        model.load_adapter(adapter, adapter_name=name)
-    model.base_model.set_adapter(names)
-    return model.eval()
+def with_adapter(base: Path, adapter: Path) -> Any:
+    """The base with an adapter beside it."""
+    return PeftModel.from_pretrained(load(base), adapter).eval()
 
 
-def merged_by_peft(base: Path, *adapters: Path, dtype: str = "float32") -> dict[str, Any]:
+def merged_by_peft(base: Path, adapter: Path, dtype: str = "float32") -> dict[str, Any]:
     """The weights PEFT makes in float32, cast to another dtype, as a state dict."""
-    names = [f"one{place}" for place in range(len(adapters))]
-    merged = with_adapter(base, *adapters).merge_and_unload(adapter_names=names)
+    merged = with_adapter(base, adapter).merge_and_unload()
     return {name: weight.detach() for name, weight in merged.to(getattr(torch, dtype)).state_dict().items()}
 
 

@@ -203,7 +203,7 @@ def test_a_run_that_was_ended_killed_and_damaged_is_the_run_nobody_interrupted(t
     *_, older, newest = run.steps()
     os.truncate(run.store / f"checkpoint-{newest}.tar", 5000)
     run.complete()
-    assert f"skipping checkpoint-{newest}.tar" in run.output() and f"continuing from step {older}," in run.output()
+    assert f"checkpoint-{newest}.tar: " in run.output() and f"continuing from step {older}," in run.output()
     split = {int(found[1]), min(step for step in expected if step >= int(found[1]))}
     got = run.log()
     assert set(got) - split == set(expected) - split

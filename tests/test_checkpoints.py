@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from support import refused
 
-from nbutils import checkpoints, cli, platforms
+from nbutils import checkpoints, cli
 
 FINGERPRINT = dict[str, Any](model="m", seed=1)
 Member = tuple[tarfile.TarInfo, bytes]
@@ -41,6 +41,10 @@ def newest(*stores: Path) -> int | None:
     return best and best.step
 
 
+def steps_in(store: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in checkpoints.look(store)]
+
+
 @pytest.fixture
 def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store with checkpoints 10, 20 and 30; disks are retried at once."""
@@ -58,7 +62,7 @@ def flip_a_byte(path: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
-    "bytes, 20,480 expected": lambda path: os.truncate(path, 1000),
+    "its size differs": lambda path: os.truncate(path, 1000),
     "sha256 differs": flip_a_byte,
     "the archive is missing": Path.unlink,
 }
@@ -67,7 +71,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 20)], ids=["missing", "cut off"])
 def test_one_without_a_whole_manifest_does_not_count(keep: Path, damage: Callable[[Path], Any]) -> None:
     damage(keep / "checkpoint-30.json")
-    assert newest(keep) == 20 and [one.step for one in checkpoints.look(keep)] == [20, 10]
+    assert newest(keep) == 20 and steps_in(keep) == [20, 10]
 
 
 @pytest.mark.parametrize("why", DAMAGE)
@@ -78,20 +82,20 @@ def test_a_damaged_one_is_skipped_with_the_reason(keep: Path, why: str, capsys: 
     assert newest(keep) == 30
     DAMAGE[why](keep / "checkpoint-30.tar")
     assert newest(keep) == 20
-    said = capsys.readouterr().out
-    assert "skipping checkpoint-30" in said and why in said
+    output = capsys.readouterr().out
+    assert f"skipping {keep / 'checkpoint-30.tar'}" in output and why in output
 
 
 def test_the_newest_of_several_stores_wins_and_another_training_is_refused(keep: Path, tmp_path: Path) -> None:
     keep_one(tmp_path / "s", tmp_path / "far", 30)
     best = checkpoints.newest_verified([keep, tmp_path / "far", tmp_path / "missing"], FINGERPRINT)
     assert best and best.archive == keep / "checkpoint-30.tar"
-    restored = checkpoints.unpack(best, tmp_path / "new")
+    restored = checkpoints.unpack(best, tmp_path / "new/checkpoint-30")
     assert (restored / "weights.bin").read_bytes() == bytes([30]) * 10_000
     keep_one(tmp_path / "s", tmp_path / "far", 35)
     assert newest(keep, tmp_path / "far") == 35 and newest(tmp_path / "missing") is None
     other = dict[str, Any](model="m", seed=2)
-    with refused("The checkpoints in this run are of another training", "seed: kept 1, requested 2"):
+    with refused("The checkpoints in this run are of another training", "kept and requested: seed 1, 2"):
         checkpoints.newest_verified([keep], other)
     keep_one(tmp_path / "s", tmp_path / "attached", 50, other)
     assert newest(keep, tmp_path / "attached") == 30  # an own checkpoint counts, though it is older
@@ -111,25 +115,17 @@ def test_a_disk_that_cannot_be_read_stops_the_run_and_one_error_does_not(keep: P
     )
     assert newest(keep) == 30
     monkeypatch.setattr(checkpoints, "sha256", failing(errno.EIO))
-    with refused(str(keep / "checkpoint-30.tar")):
+    with refused("cannot be read: [Errno 5]"):
         newest(keep)
     monkeypatch.setattr(Path, "iterdir", failing(errno.ENOTCONN))
-    with refused(f"{keep} cannot be"):
+    with refused("may hold trained checkpoints cannot be read"):
         newest(keep)
-    folders = platforms.Folders(keep.parent, keep.parent, keep.parent, None)
-    monkeypatch.setattr(checkpoints, "stores", lambda *_: [keep])
-    checkpoints.require_step(folders, "demo", "auto")
-    with refused(f"{keep} cannot be"):
-        checkpoints.require_step(folders, "demo", "30")
 
 
-def test_a_step_without_a_manifest_cannot_be_resumed_and_hides_no_other_training(keep: Path, monkeypatch: Any) -> None:
+def test_a_step_without_a_manifest_cannot_be_resumed_and_hides_no_other_training(keep: Path) -> None:
     (keep / "checkpoint-30.json").unlink()
-    monkeypatch.setattr(checkpoints, "stores", lambda *_: [keep])
-    folders = platforms.Folders(keep.parent, keep.parent, keep.parent, None)
     with refused("no complete checkpoint of step 30", "10, 20"):
-        checkpoints.require_step(folders, "demo", "30")
-    checkpoints.require_step(folders, "demo", "20")
+        checkpoints.newest_verified([keep], FINGERPRINT, step=30)
     assert checkpoints.newest_first([keep])[0].step == 20
     with refused("are of another training"):
         checkpoints.newest_verified([keep], {"seed": 2}, step=20)
@@ -145,24 +141,23 @@ def test_pruning_and_clearing_leave_later_steps_and_foreign_files(keep: Path, tm
     checkpoints.prune(keep, keep_one(tmp_path / "scratch", keep, 40), keep_last=2)
     own = {f"checkpoint-{step}.{end}" for step in (30, 40, 90) for end in ("tar", "json")}
     assert {path.name for path in keep.iterdir()} == own | {*foreign}
-    assert checkpoints.clear(keep) == 3 and {path.name for path in keep.iterdir()} == {*foreign}
+    checkpoints.clear(keep)
+    assert {path.name for path in keep.iterdir()} == {*foreign}
 
 
 @pytest.fixture
 def make_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., checkpoints.CheckpointSync]]:
     """Makes syncs with short pauses, and stops them."""
     monkeypatch.setattr(checkpoints, "PAUSE", 0.05)
-    made: list[checkpoints.CheckpointSync] = []
+    outbox = tmp_path / "outbox"
     (tmp_path / "run").mkdir()
 
-    def make(logs: Any = None, **options: Any) -> checkpoints.CheckpointSync:
-        folders = (tmp_path / "outbox", tmp_path / "run/checkpoints")
-        made.append(checkpoints.CheckpointSync(*folders, FINGERPRINT, logs=logs, **options))
-        return made[-1]
+    def make(**options: Any) -> checkpoints.CheckpointSync:
+        options = {"logs": (tmp_path / "no logs", tmp_path / "run/logs"), "check": lambda: None} | options
+        return checkpoints.CheckpointSync(outbox, tmp_path / "run/checkpoints", FINGERPRINT, **options)
 
     yield make
-    for one in made:
-        checkpoints.end_earlier(one.outbox)
+    checkpoints.end_earlier(outbox)
 
 
 def test_the_best_reaches_the_run_folder_also_where_the_newest_overtakes_it(make_sync: Any, tmp_path: Path) -> None:
@@ -180,7 +175,8 @@ def test_the_best_reaches_the_run_folder_also_where_the_newest_overtakes_it(make
     away[0] = False
     running.finish(patience=10)
     kept = checkpoints.look(tmp_path / "run/checkpoints")
-    assert [one.step for one in kept] == [60, 40] and all(checkpoints.defect(one) is None for one in kept)
+    assert [checkpoint.step for checkpoint in kept] == [60, 40]
+    assert all(checkpoints.defect(checkpoint) is None for checkpoint in kept)
 
 
 def test_checkpoints_and_logs_reach_the_run_folder(make_sync: Any, tmp_path: Path, capsys: Any) -> None:
@@ -192,8 +188,8 @@ def test_checkpoints_and_logs_reach_the_run_folder(make_sync: Any, tmp_path: Pat
         running.take(save(tmp_path / "trainer", step))
         running.finish(patience=5)
     kept = checkpoints.look(tmp_path / "run/checkpoints")
-    assert [one.step for one in kept] == [30, 20]
-    assert all(checkpoints.defect(one) is None for one in kept)
+    assert [checkpoint.step for checkpoint in kept] == [30, 20]
+    assert all(checkpoints.defect(checkpoint) is None for checkpoint in kept)
     assert "checkpoint 30 is kept" in capsys.readouterr().out and (logs[1] / "deep/events").read_text() == "loss" * 30
     assert not list((tmp_path / "outbox").iterdir())
     assert len(list((tmp_path / "trainer").iterdir())) == 3, "the trainer's own are its business"
@@ -210,24 +206,24 @@ def test_a_fault_costs_a_line_and_no_checkpoint(
     real = {"pack": checkpoints.pack, "sha256": checkpoints.sha256}
     running = make_sync(check=lambda: error() if broken and fault == "mount" else None)
 
-    def pack(*given: Any) -> Any:
+    def pack(*arguments: Any) -> Any:
         while fault == "hang" and broken:
             time.sleep(0.01)
-        return error() if broken else real["pack"](*given)
+        return error() if broken else real["pack"](*arguments)
 
     if fault in ("write", "hang"):
         monkeypatch.setattr(checkpoints, "pack", pack)
     if fault == "read back":
         monkeypatch.setattr(checkpoints, "sha256", lambda path: "0" * 64 if broken else real["sha256"](path))
     if fault == "space":
-        monkeypatch.setattr(checkpoints, "free_gib", lambda folder: 0.0 if broken else 1.0)
+        monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.0 if broken else 1.0)
     if fault == "run folder":
         (tmp_path / "run").rmdir()
     for step in (10, 20):
         running.take(save(tmp_path / "trainer", step))
     with refused("checkpoint is " + str(tmp_path / "outbox/checkpoint-20")):
-        running.finish(patience=1.2 if fault == "hang" else 0.2)
-    assert ("copying checkpoint 20 " in capsys.readouterr().out) == (fault == "hang")
+        running.finish(patience=0.2)
+    assert "copying checkpoint 20 " in capsys.readouterr().out
     assert running.kept is None and checkpoints.look(tmp_path / "run/checkpoints") == []
     assert [line[:6] for line in running.messages()] == ([] if fault == "hang" else ["[WARN]"])
     broken.clear()
@@ -238,20 +234,12 @@ def test_a_fault_costs_a_line_and_no_checkpoint(
     assert kept is not None and kept.step == 20 and checkpoints.defect(kept) is None
 
 
-@pytest.mark.parametrize("way", ["pack", "copy"])
-def test_a_copy_that_met_a_full_disk_leaves_nothing_on_it(
-    way: str, keep: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    [one, *_] = checkpoints.look(keep)
-    folder, store = checkpoints.unpack(one, tmp_path), tmp_path / "store"
+def test_a_copy_that_met_a_full_disk_leaves_nothing_on_it(tmp_path: Path, monkeypatch: Any) -> None:
+    store = tmp_path / "store"
     store.mkdir()
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoints, "_write_manifest", full)  # the archive is written by then
+    monkeypatch.setattr(checkpoints, "_write_manifest", failing(errno.ENOSPC))  # the archive is written by then
     with pytest.raises(OSError, match="No space"):
-        checkpoints.pack(folder, store, {}) if way == "pack" else checkpoints.copy(one, store)
+        checkpoints.pack(save(tmp_path, 10), store, {})
     assert not list(store.iterdir())
 
 
@@ -263,17 +251,16 @@ def test_a_whole_one_of_the_same_step_is_never_overwritten(make_sync: Any, tmp_p
 
 
 def test_a_sync_that_was_replaced_gives_its_copy_up(make_sync: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    def endless(*given: Any) -> None:
-        while not given[-1]():
+    def endless(*arguments: Any) -> None:
+        stopped = arguments[-1]
+        while not stopped():
             time.sleep(0.01)
 
     monkeypatch.setattr(checkpoints, "pack", endless)
     old = make_sync()
     old.take(save(tmp_path / "trainer", 5))
-    make_sync()
+    checkpoints.end_earlier(old.outbox)
     assert not old._thread.is_alive()
-    with refused("The checkpoint sync of this training was stopped, because"):
-        old.take(save(tmp_path / "trainer", 10))
 
 
 def cli_checkpoints(*words: str) -> tuple[int, str]:
@@ -284,55 +271,56 @@ def cli_checkpoints(*words: str) -> tuple[int, str]:
 def test_list_verify_and_restore(keep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBUTILS_HOME", str(tmp_path / "runs"))
     monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
-    (tmp_path / "runs/demo").mkdir(parents=True)
-    there = keep.rename(tmp_path / "runs/demo/checkpoints")
-    assert cli_checkpoints("verify", str(tmp_path / "runs/demo"))[0] == 0
-    flip_a_byte(there / "checkpoint-30.tar")
-    status, said = cli_checkpoints("list", "demo")
-    assert status == 0 and said.index("\n30 ") < said.index("\n10 ") and "damaged" not in said
-    status, said = cli_checkpoints("verify", "demo")
-    assert status == 1 and "sha256 differs" in said
+    run = tmp_path / "runs/demo"
+    run.mkdir(parents=True)
+    (run / "facts.json").write_text("{}")
+    store = keep.rename(run / "checkpoints")
+    assert cli_checkpoints("verify", str(run))[0] == 0
+    flip_a_byte(store / "checkpoint-30.tar")
+    status, output = cli_checkpoints("list", "demo")
+    assert status == 0 and output.index("\n30 ") < output.index("\n10 ") and "damaged" not in output
+    status, output = cli_checkpoints("verify", "demo")
+    assert status == 1 and "sha256 differs" in output
     target = tmp_path / "new/by hand"
     assert cli_checkpoints("restore", "demo", "--to", str(target))[0] == 0
     assert json.loads((target / "state.json").read_text()) == {"step": 20} and len(list(target.parent.iterdir())) == 1
     with refused("exists already"):
-        checkpoints.restore("demo", target, None)
+        checkpoints.restore(store, target, None)
     with refused("This run has no complete checkpoint of"):
-        checkpoints.restore("demo", tmp_path / "x", 15)
-    with refused("no run 'dmeo' with checkpoints"):
-        checkpoints.listing("dmeo", thorough=False)
+        checkpoints.restore(store, tmp_path / "x", 15)
+    assert cli_checkpoints("list", "dmeo")[0] == 1
 
 
 def member(name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE, link: str = "") -> Member:
-    made = tarfile.TarInfo(name)
-    made.type, made.linkname, made.size, made.mode = kind, link, len(content), 0o6777
-    return made, content
+    header = tarfile.TarInfo(name)
+    header.type, header.linkname, header.size, header.mode = kind, link, len(content), 0o6777
+    return header, content
 
 
-def with_headers(one: Member, **headers: str) -> Member:
+def with_headers(plain: Member, **headers: str) -> Member:
     """The member with headers of its own, which go before its fields."""
-    one[0].pax_headers = {name.replace("_", "."): value for name, value in headers.items()}
-    return one
+    plain[0].pax_headers = {name.replace("_", "."): value for name, value in headers.items()}
+    return plain
 
 
 def sparse() -> Member:
-    about = {"GNU_sparse_major": "1", "GNU_sparse_minor": "0", "GNU_sparse_realsize": str(2**40)}
-    return with_headers(member("checkpoint-40/large", b"x" * 512), **about)
+    headers = {"GNU_sparse_major": "1", "GNU_sparse_minor": "0", "GNU_sparse_realsize": str(2**40)}
+    return with_headers(member("checkpoint-40/large", b"x" * 512), **headers)
 
 
 def with_manifest(path: Path) -> checkpoints.StoredCheckpoint:
     size, digest = path.stat().st_size, checkpoints.sha256(path)
-    one = checkpoints.StoredCheckpoint(archive=path, step=40, size=size, sha256=digest, fingerprint=FINGERPRINT)
-    path.with_suffix(".json").write_text(one.model_dump_json(indent=2))
-    return one
+    checkpoint = checkpoints.StoredCheckpoint(archive=path, step=40, size=size, sha256=digest, fingerprint=FINGERPRINT)
+    path.with_suffix(".json").write_text(checkpoint.model_dump_json(indent=2))
+    return checkpoint
 
 
 def planted(store: Path, members: list[Member], mode: str = "w", **headers: Any) -> checkpoints.StoredCheckpoint:
     """An archive with a manifest that fits it, as anyone who knows the fingerprint can make one."""
     path = store / "checkpoint-40.tar"
     with tarfile.open(path, mode, format=tarfile.PAX_FORMAT, **headers) as tar:  # type: ignore[call-overload]
-        for made, content in members:
-            tar.addfile(made, io.BytesIO(content))
+        for header, content in members:
+            tar.addfile(header, io.BytesIO(content))
     return with_manifest(path)
 
 
@@ -377,36 +365,33 @@ def test_an_archive_with_anything_but_plain_files_below_its_name_is_skipped(
         bad = with_manifest(bad.archive)
     assert newest(keep) == 30 and "no checkpoint archive of this course" in capsys.readouterr().out
     with pytest.raises((tarfile.TarError, OSError, ValueError)):
-        checkpoints.unpack(bad, tmp_path / "scratch2")
+        checkpoints.unpack(bad, tmp_path / "scratch2/checkpoint-40")
     assert not list(tmp_path.rglob("evil")) and not Path("/tmp/nbutils-evil").exists()
 
 
 @pytest.mark.parametrize("members", [[], [member("checkpoint-40", b"x")]], ids=["empty", "a file"])
 def test_an_archive_without_a_checkpoint_folder_does_not_verify_and_the_one_before_is_restored(
-    members: list[Member], keep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    members: list[Member], keep: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
     planted(keep, members)
     assert newest(keep) == 30
-    (tmp_path / "demo").mkdir()
-    keep.rename(tmp_path / "demo/checkpoints")
-    assert cli_checkpoints("verify", str(tmp_path / "demo"))[0] == 1
-    restored = checkpoints.restore(str(tmp_path / "demo"), tmp_path / "restored", None)
+    assert not checkpoints.listing(keep, thorough=True)[1]
+    restored = checkpoints.restore(keep, tmp_path / "restored", None)
     assert json.loads((restored / "state.json").read_text()) == {"step": 30}
 
 
-@pytest.mark.parametrize("what", ["pipe", "device", "nested", "true"])
-def test_a_manifest_or_archive_that_is_no_file_of_ours_is_skipped(what: str, keep: Path) -> None:
+@pytest.mark.parametrize("kind", ["pipe", "device", "nested", "true"])
+def test_a_manifest_or_archive_that_is_no_file_of_ours_is_skipped(kind: str, keep: Path) -> None:
     path, manifest = planted(keep, [TOP, *PLAIN]).archive, keep / "checkpoint-40.json"
     assert newest(keep) == 40
-    if what == "pipe":
+    if kind == "pipe":
         manifest.unlink()
         os.mkfifo(manifest)
-    elif what == "device":
+    elif kind == "device":
         manifest.write_text(manifest.read_text().replace(str(path.stat().st_size), "0"))
         path.unlink()
         path.symlink_to("/dev/zero")
-    elif what == "nested":
+    elif kind == "nested":
         manifest.write_text("[" * 100_000)
     else:
         text = manifest.read_text().replace('"step": 40', '"step": true')
@@ -420,8 +405,8 @@ def test_links_are_packed_as_files_and_modes_are_not_restored(tmp_path: Path) ->
     os.link(folder / "state.json", folder / "hard link")
     (tmp_path / "store").mkdir()
     kept = checkpoints.pack(folder, tmp_path / "store", FINGERPRINT)
-    unpacked = checkpoints.unpack(kept, tmp_path / "new")
+    unpacked = checkpoints.unpack(kept, tmp_path / "new/checkpoint-7")
     assert checkpoints.defect(kept) is None
     assert all((unpacked / name).read_text() == '{"step": 7}' for name in ("link", "hard link"))
-    unpacked = checkpoints.unpack(planted(tmp_path / "store", [TOP, *PLAIN]), tmp_path / "new")
+    unpacked = checkpoints.unpack(planted(tmp_path / "store", [TOP, *PLAIN]), tmp_path / "new/checkpoint-40")
     assert not (unpacked / "a").stat().st_mode & 0o6022

@@ -67,13 +67,12 @@ def test_a_damaged_folder_has_no_stamp(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "merged")
 
 
-@pytest.mark.parametrize("name", ["thesis.txt", ".ssh/id", "empty/"])
+@pytest.mark.parametrize("name", ["thesis.txt", ".ssh/id"])
 @pytest.mark.parametrize("ours", [True, False])
 def test_files_of_somebody_else_are_never_replaced(name: str, ours: bool, tmp_path: Path) -> None:
     place = (write(tmp_path / "target") if ours else tmp_path / "target") / name
-    (place if name.endswith("/") else place.parent).mkdir(parents=True, exist_ok=True)
-    if not name.endswith("/"):
-        place.write_text("mine")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text("mine")
     with refused("has files that were not made here"), files.complete_folder(tmp_path / "target", {}):
         pytest.fail("nothing may be begun")
     assert place.exists()
@@ -112,12 +111,13 @@ def test_a_planted_partial_is_neither_written_through_nor_taken(tmp_path: Path) 
     with files.complete_folder(tmp_path / "merged", {}) as folder:
         assert folder.stat().st_mode & 0o077 == 0
     if os.getuid() == 0:  # only root can give a folder away
+        tmp_path.chmod(0o1777)  # as /tmp
         planted = files.partial_of(tmp_path / "merged")
         planted.mkdir()
         os.chown(planted, 54321, 54321)
         with refused(f"{planted} belongs to"), files.complete_folder(tmp_path / "merged", {}):
             pytest.fail("nothing may be begun")
-        os.chown(tmp_path, 54321, 54321)  # whom the place belongs to can change everything in it
+        tmp_path.chmod(0o700)  # nobody else can have put it there
         write(tmp_path / "merged")
 
 
@@ -127,7 +127,7 @@ from pathlib import Path
 from nbutils import files
 calls, last = 0, int(sys.argv[2])
 
-def count(event, given):
+def count(event, arguments):
     global calls
     calls += event in ("os.remove", "os.rmdir", "os.rename", "shutil.rmtree")
     if calls == last:
@@ -208,12 +208,12 @@ def test_a_result_lies_apart_from_what_it_is_made_of(tmp_path: Path) -> None:
 
 
 def test_folders_are_made_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = files.make_folder(tmp_path / "runs/mine", "this run")
-    assert {place.stat().st_mode & 0o077 for place in (made, made.parent)} == {0}
+    folder = files.make_folder(tmp_path / "runs/mine")
+    assert {place.stat().st_mode & 0o077 for place in (folder, folder.parent)} == {0}
     (tmp_path / "file").touch()
-    with refused("used for runs: "):
-        files.make_folder(tmp_path / "file/runs", "runs")
+    with refused("cannot be used: "):
+        files.make_folder(tmp_path / "file/runs")
     tmp_path.chmod(0o1777)  # as /tmp
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     with refused(str(tmp_path / "runs")):
-        files.make_folder(tmp_path / "runs/venv-serve", "an environment")
+        files.make_folder(tmp_path / "runs/venv-serve")

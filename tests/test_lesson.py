@@ -143,7 +143,7 @@ def test_a_begun_run_keeps_the_rows_it_is_validated_on_unless_others_are_named(h
     many, _ = validated()
     assert many > 20 and validated(SAVE_STEPS=1)[0] < many
     (tmp_path / "checkpoint-5").mkdir()
-    store = files.make_folder(home / "tiny/checkpoints", "")
+    store = files.make_folder(home / "tiny/checkpoints")
     checkpoints.pack(
         tmp_path / "checkpoint-5", store, {"rows_per_step": 8, "sft": {"packing": False}}, validation_rows=21
     )
@@ -199,7 +199,7 @@ def test_an_earlier_lesson_runs_with_the_same_profile_and_run(home: Path, monkey
     with refused("at step 6 of ", " of 12.", "MAX_STEPS = 6"):
         started.require("03_qlora")
     record.update(started.run.facts, {}, "03_qlora", {"steps": 12, "planned_steps": 12})
-    files.write_json(files.make_folder(started.run.data, "data") / "data_card.json", {"fingerprint": "b"})
+    files.write_json(files.make_folder(started.run.data) / "data_card.json", {"fingerprint": "b"})
     with refused("The adapter of this run was trained on other"):
         started.require("03_qlora")
 

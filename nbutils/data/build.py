@@ -169,7 +169,7 @@ def building(out: Path, settings: DataSettings, train: list[Path], held_out: lis
     for file in train + held_out:
         growth = 1 if file.suffix in TEXT else UNPACKED_GROWTH
         size += growth * file.stat().st_size
-    require_disk(out, COPIES_ON_DISK * size / GIB, tr("preparing the data"))
+    require_disk(out, COPIES_ON_DISK * size / GIB)
     out.mkdir(parents=True, exist_ok=True)
     remove_left(out, f"{BUILDING}*")
     with tempfile.TemporaryDirectory(dir=out, prefix=BUILDING) as name:

@@ -92,7 +92,7 @@ def _build(spec: EnvironmentSpec, folder: Path) -> None:
     title = tr("the {name} environment", name=spec.name)
     if folder.exists() and any(folder.iterdir()):
         _empty(spec, folder)
-    disk.require_disk(folder, spec.needs_gib, title)
+    disk.require_disk(folder, spec.needs_gib)
     print(
         tr(
             "Building {title} in {folder} (once): some minutes, up to {gib:.0f} GiB of disk.",
@@ -102,7 +102,7 @@ def _build(spec: EnvironmentSpec, folder: Path) -> None:
         ),
         flush=True,
     )
-    files.make_folder(folder, title)
+    files.make_folder(folder)
     files.write_json(folder / OWNER, {"name": spec.name})
     _install(spec, folder)
     files.write_json(folder / MARKER, spec.described)

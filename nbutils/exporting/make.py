@@ -222,8 +222,8 @@ def export(
     if files.stamp(out) != stamp:
         title = tr("the export {name}", name=name)
         gib = form.expected_bytes(model) / files.GIB
-        disk.require_disk(out.parent, 1.1 * gib + 0.02, title)
-        files.make_folder(out.parent, title)
+        disk.require_disk(out.parent, 1.1 * gib + 0.02)
+        files.make_folder(out.parent)
         with files.complete_folder(out, stamp) as folder:
             run_job(replace(job, out=str(folder)), title)
             if form.work != "gguf":

@@ -1,6 +1,6 @@
 """Merging an adapter into its base on a small machine, from disk to disk, and proving the result."""
 
-from nbutils.merging.folder import is_quantized, open_base, read_weight, weights_fingerprint
+from nbutils.merging.folder import is_quantized, read_weight
 from nbutils.merging.merge import check, choose_folder, merge_adapter, prove, size_gib
 from nbutils.merging.weights import init_changes_base
 
@@ -10,9 +10,7 @@ __all__ = [
     "init_changes_base",
     "is_quantized",
     "merge_adapter",
-    "open_base",
     "prove",
     "read_weight",
     "size_gib",
-    "weights_fingerprint",
 ]

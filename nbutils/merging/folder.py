@@ -10,8 +10,9 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,8 @@ TOKENIZER_FILES = (
 )
 SAMPLE = 2**12  # bytes at the beginning, in the middle and at the end of each weight
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-CODES = {name: code for code, name in FLOATS.items()}
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+CODES = {name: code for code, name in FLOATS.items()}
 BLOCK = 2**18  # elements computed at a time: what fits in the CPU's cache is three times as fast
 MIN_ROWS = 32  # smaller products may be rounded differently
 ALL = slice(None)
@@ -62,65 +63,32 @@ class StoredTensor:
 
     @property
     def rows(self) -> int:
-        """Length of the first dimension; 1 for a scalar."""
-        return self.shape[0] if self.shape else 1
+        """How many rows there are; a row runs along the last dimension."""
+        return math.prod(self.shape[:-1])
 
-    def code_as(self, dtype: str) -> str:
-        """The safetensors code it is written in, for this torch dtype; integers keep theirs."""
-        if dtype == "auto" or self.dtype not in FLOATS:
-            return self.dtype
-        return CODES[dtype]
+    def blocks(self) -> list[slice]:
+        """Row ranges of about BLOCK elements, none of them shorter than MIN_ROWS unless the whole is."""
+        step = max(MIN_ROWS, BLOCK // math.prod(self.shape[-1:]))
+        starts = range(0, max(1, self.rows - MIN_ROWS + 1), step)
+        return [slice(first, last) for first, last in pairwise([*starts, self.rows])]
 
-    def bytes_as(self, dtype: str) -> int:
-        """The bytes it takes when it is written in this torch dtype."""
-        code = self.code_as(dtype)
-        if code == self.dtype:
-            return self.size
-        return math.prod(self.shape) * FLOAT_BYTES[code]
-
-    def blocks(self) -> Iterator[slice]:
-        """Row ranges of about BLOCK elements."""
-        row = math.prod(self.shape[1:])
-        return split_rows(self.rows, BLOCK // row)
+    def read_bytes(self, offset: int, count: int) -> memoryview:
+        """Some bytes; `offset` is from the beginning of the tensor."""
+        content = np.fromfile(self.file, np.uint8, count, offset=self.start + offset)
+        return content.data
 
     def read(self, rows: slice) -> memoryview:
         """The bytes of some rows."""
         first, last, _ = rows.indices(self.rows)
         row_size = self.size // self.rows
-        start = self.start + first * row_size
-        count = (last - first) * row_size
-        content = np.fromfile(self.file, np.uint8, count, offset=start)  # the header was checked: the file has them
-        return content.data
+        return self.read_bytes(first * row_size, (last - first) * row_size)
 
     def tensor(self, rows: slice = ALL) -> torch.Tensor:
         """Some rows in the stored dtype."""
         import torch
 
         dtype = getattr(torch, FLOATS[self.dtype])
-        return torch.frombuffer(self.read(rows), dtype=dtype).reshape(-1, *self.shape[1:])
-
-
-def split_rows(total: int, rows: int) -> Iterator[slice]:
-    """All rows in ranges of about `rows`, none of them shorter than MIN_ROWS unless the whole is."""
-    rows = max(MIN_ROWS, rows)
-    first = 0
-    while first < total:
-        last = first + rows
-        if total - last < MIN_ROWS:
-            last = total
-        yield slice(first, last)
-        first = last
-
-
-def damaged(file: Path, reason: object) -> CourseError:
-    """The error for a file of weights that is not whole."""
-    return CourseError(
-        tr("{file} is missing or damaged: {reason}.", file=file, reason=reason),
-        todo=tr(
-            "Delete it and download or make it again; if it exists only as .bin, load it and save it "
-            "with save_pretrained."
-        ),
-    )
+        return torch.frombuffer(self.read(rows), dtype=dtype).reshape(-1, *self.shape[-1:])
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
@@ -133,9 +101,17 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         with open(file, "rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             entries: dict[str, Any] = json.loads(opened.read(length))
+        entries.pop("__metadata__", None)
+        if not entries:
+            raise ValueError(tr("it holds no weights"))
     except (OSError, ValueError, SafetensorError) as problem:
-        raise damaged(file, problem) from problem
-    entries.pop("__metadata__", None)
+        raise CourseError(
+            tr("{file} is missing or damaged: {reason}.", file=file, reason=problem),
+            todo=tr(
+                "Delete it and download or make it again; if it exists only as .bin, load it and save it "
+                "with save_pretrained."
+            ),
+        ) from problem
     tensors = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         first, last = entry["data_offsets"]
@@ -146,20 +122,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model or an adapter on disk: its config, and where each weight is (file name -> weight name -> tensor)."""
+    """A model or an adapter on disk: its config, and where each weight is, in the order they are stored."""
 
     path: Path
     name: str
     config: dict[str, Any]
-    shards: Mapping[str, Mapping[str, StoredTensor]]
-
-    @property
-    def weights(self) -> dict[str, StoredTensor]:
-        """The tensors of all files by name."""
-        weights: dict[str, StoredTensor] = {}
-        for tensors in self.shards.values():
-            weights |= tensors
-        return weights
+    weights: dict[str, StoredTensor]
 
     @property
     def dtype(self) -> str:
@@ -180,26 +148,23 @@ def open_base(base: str | Path) -> ModelFolder:
     if (path / INDEX).is_file():
         index = models.read_config(path / INDEX)
         names = {Path(file).name for file in index["weight_map"].values()}
-    shards = {name: read_header(path / name) for name in sorted(names)}
-    model = ModelFolder(path, model_name(base), config, shards)
+    weights: dict[str, StoredTensor] = {}
+    for file in sorted(names):
+        weights |= read_header(path / file)
+    name = model_name(base)
     if is_quantized(config):
         raise CourseError(
-            tr("{name} is a quantized model.", name=model.name),
-            todo=tr("Use {original}.", original=QUANTIZED_SUFFIX.sub("", model.name)),
+            tr("{name} is a quantized model.", name=name),
+            todo=tr("Use {original}.", original=QUANTIZED_SUFFIX.sub("", name)),
         )
-    return model
+    return ModelFolder(path, name, config, weights)
 
 
 def open_adapter(path: Path) -> ModelFolder:
     """An adapter folder as PEFT saves it."""
     files.require_inside(path, path.rglob("*"))
-    file = path / ADAPTER_WEIGHTS
-    tensors = read_header(file)
-    dtypes = {tensor.dtype for tensor in tensors.values()}
-    if not dtypes or not dtypes <= FLOATS.keys():
-        raise damaged(file, tr("it holds no numbers in 16 or 32 bits"))
     config = models.read_config(path / ADAPTER_CONFIG)
-    return ModelFolder(path, path.name, config, shards={ADAPTER_WEIGHTS: tensors})
+    return ModelFolder(path, path.name, config, read_header(path / ADAPTER_WEIGHTS))
 
 
 def read_weight(folder: str | Path, name: str) -> torch.Tensor:
@@ -207,8 +172,8 @@ def read_weight(folder: str | Path, name: str) -> torch.Tensor:
 
     Example: `merging.read_weight("runs/tiny/merged", "model.norm.weight")`
     """
-    model = open_base(folder)
-    return model.weights[name].tensor().float()
+    stored = open_base(folder).weights[name]
+    return stored.tensor().reshape(stored.shape).float()
 
 
 def model_name(base: str | Path) -> str:
@@ -216,10 +181,8 @@ def model_name(base: str | Path) -> str:
     if not Path(base).is_dir():
         return str(base)
     path = Path(base).absolute()
-    for part in path.parts:
-        if part.startswith("models--"):
-            return part.removeprefix("models--").replace("--", "/")
-    return path.name
+    cached = re.search(r"/models--([^/]+)", str(path))
+    return cached[1].replace("--", "/") if cached else path.name
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:
@@ -231,27 +194,23 @@ def weights_fingerprint(model: ModelFolder) -> str:
     """A checksum of the config, of every weight's name, dtype and shape, and of samples of every weight."""
     config = json.dumps(model.config, sort_keys=True)
     digest = hashlib.sha256(config.encode())
-    for shard, tensors in sorted(model.shards.items()):
-        with open(model.path / shard, "rb", buffering=0) as file:
-            for name, tensor in tensors.items():
-                digest.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
-                last = max(0, tensor.size - SAMPLE)
-                offsets = {0, last // 2, last}
-                for offset in sorted(offsets):
-                    file.seek(tensor.start + offset)
-                    sample = file.read(min(SAMPLE, tensor.size))
-                    digest.update(sample)
+    for name, tensor in model.weights.items():
+        digest.update(f"{name} {tensor.dtype} {tensor.shape} ".encode())
+        last = max(0, tensor.size - SAMPLE)
+        offsets = {0, last // 2, last}
+        for offset in sorted(offsets):
+            sample = tensor.read_bytes(offset, min(SAMPLE, tensor.size))
+            digest.update(sample)
     return digest.hexdigest()[:16]
 
 
 def copy_companions(out: Path, base: ModelFolder, adapter: Path, dtype: str, untied: bool) -> None:
     """Config, tokenizer and other small files: the base's, but the tokenizer files of the adapter if it has any."""
-    sources = [(base.path, pattern) for pattern in (*SMALL_FILES, *TOKENIZER_FILES)]
-    sources += [(adapter, pattern) for pattern in TOKENIZER_FILES]
-    for folder, pattern in sources:
-        for file in folder.glob(pattern):
-            if file.is_file():
-                shutil.copyfile(file, out / file.name)
+    companions = [file for pattern in SMALL_FILES + TOKENIZER_FILES for file in base.path.glob(pattern)]
+    companions += [file for pattern in TOKENIZER_FILES for file in adapter.glob(pattern)]
+    for file in companions:
+        if file.is_file():
+            shutil.copyfile(file, out / file.name)
     config = dict(base.config)
     if dtype != "auto":
         config.pop("torch_dtype", None)  # the former name of dtype

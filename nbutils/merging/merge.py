@@ -5,45 +5,34 @@ Workers compute blocks of rows, the main thread writes them. The folder takes it
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nbutils import disk, files, models, platforms
+from nbutils import disk, files, platforms
 from nbutils.errors import CourseError, require_choice
 from nbutils.language import tr
 from nbutils.merging import folder as model_folder
 from nbutils.merging.folder import (
     ALL,
-    CODES,
     FLOATS,
     MIN_ROWS,
     ModelFolder,
     StoredTensor,
     open_adapter,
     open_base,
-    split_rows,
 )
-from nbutils.merging.weights import (
-    Apply,
-    WeightPlan,
-    compute_rows,
-    plan_weights,
-    quantized_weights,
-    unties_head,
-)
+from nbutils.merging.weights import Factors, WeightPlan, compute_rows, plan_weights, read_factors, unties_head
 from nbutils.record import RunFolder
 
 ONTO = ("full", "dequantized")
-DTYPES = ("auto", *CODES)
 MAX_WORKERS = 8
 TOLERANCE = 1.01  # units in the last place in which a proof may differ: another CPU adds in another order
 SPARE = 1.02  # of the weights' size on disk
@@ -71,16 +60,13 @@ class MergeReport:
     untied: bool = False
 
     def __str__(self) -> str:
-        if self.reused:
-            return tr("merged: {folder} is there already, made from this adapter: nothing to do", folder=self.folder)
         return tr(
-            "merged: {merged} weights changed, {copied} copied: {folder} ({size}; {seconds:.1f} s, {device})",
+            "merged: {merged} weights changed, {copied} copied: {folder} ({gib:.2f} GiB, {dtype})",
             merged=self.merged,
             copied=self.copied,
             folder=self.folder,
-            size=f"{self.bytes / files.GIB:.2f} GiB, {self.dtype}",
-            seconds=self.seconds,
-            device=self.device,
+            gib=self.bytes / files.GIB,
+            dtype=self.dtype,
         )
 
     def facts(self) -> dict[str, Any]:
@@ -107,25 +93,21 @@ def merge_adapter(
     Example: `merging.merge_adapter("Qwen/Qwen3-0.6B", "runs/first/adapter", "runs/first/merged", dtype="bfloat16")`
     """
     require_choice("onto", onto, ONTO)
-    require_choice("dtype", dtype, DTYPES)
     model, trained = _open_both(base, Path(adapter))
     out = Path(out)
     files.require_apart(out, model.path, trained.path)
-    plans = plan_weights(model, trained)
-    if onto == "dequantized":
-        settings = FOUR_BIT | dict(quantization or {})
-        for name in plans.keys() & quantized_weights(model.path):
-            if not plans[name].replaced:
-                plans[name] = replace(plans[name], dequantized=settings)
-    dtype = model.dtype if dtype == "auto" else dtype
+    if dtype == "auto":
+        dtype = model.dtype
+    four_bit = FOUR_BIT | dict(quantization or {}) if onto == "dequantized" else None
+    plans = plan_weights(model, trained, dtype, four_bit)
     about: dict[str, Any] = {  # the same on every machine
         "base": model.name,
         "base_mark": model_folder.weights_fingerprint(model),
-        "adapter": _adapter_fingerprint(trained.path),
+        "adapter": files.stamp(trained.path) or model_folder.weights_fingerprint(trained),
         "dtype": dtype,
         "onto": onto,
     }
-    if quantization and onto == "dequantized":
+    if four_bit and quantization:
         about["quantization"] = dict(quantization)
     changed = sum(plan.is_tuned for plan in plans.values())
     report = MergeReport(
@@ -137,7 +119,7 @@ def merge_adapter(
         device=device,
         merged=changed,
         copied=len(plans) - changed,
-        bytes=_size_bytes(plans, dtype),
+        bytes=sum(plan.size for plan in plans.values()),
         untied=unties_head(model, trained),
     )
     if files.stamp(out) == about:
@@ -153,8 +135,8 @@ def merge_adapter(
 
 def _open_both(base: str | Path, adapter: Path) -> tuple[ModelFolder, ModelFolder]:
     """The base and its adapter; an adapter of another base is refused by its name."""
-    config = models.read_config(adapter / model_folder.ADAPTER_CONFIG)
-    trained_on = str(config.get("base_model_name_or_path") or base)
+    trained = open_adapter(adapter)
+    trained_on = str(trained.config.get("base_model_name_or_path") or base)
     if _bare_name(trained_on) != _bare_name(base):
         raise CourseError(
             tr("The adapter was trained on {trained_on}, the base is {base}.", trained_on=trained_on, base=base),
@@ -162,23 +144,13 @@ def _open_both(base: str | Path, adapter: Path) -> tuple[ModelFolder, ModelFolde
                 "Use the MODEL of lesson 03, or another RUN_NAME; if it is the same model, give its folder that name."
             ),
         )
-    return open_base(base), open_adapter(adapter)
+    return open_base(base), trained
 
 
 def _bare_name(base: str | Path) -> str:
     """The name without owner and quantization."""
     name = Path(model_folder.model_name(base)).name
     return model_folder.QUANTIZED_SUFFIX.sub("", name).lower()
-
-
-def _adapter_fingerprint(adapter: Path) -> Any:
-    """The stamp of an adapter that lesson 03 wrote; of any other a checksum of its files."""
-    stamp = files.stamp(adapter)
-    if stamp is not None:
-        return stamp
-    config = files.sha256(adapter / model_folder.ADAPTER_CONFIG)
-    weights = files.sha256(adapter / model_folder.ADAPTER_WEIGHTS)
-    return hashlib.sha256(f"{config}{weights}".encode()).hexdigest()[:16]
 
 
 def check(base: str | Path, adapter: Path, onto: str, method: str) -> None:
@@ -192,8 +164,9 @@ def check(base: str | Path, adapter: Path, onto: str, method: str) -> None:
 
 def size_gib(base: str | Path, adapter: Path, dtype: str = "auto") -> float:
     """GiB of disk that the merged model will take, with a little to spare."""
-    plans = plan_weights(open_base(base), open_adapter(adapter))
-    return _size_bytes(plans, dtype) * SPARE / files.GIB + 0.05
+    plans = plan_weights(open_base(base), open_adapter(adapter), dtype)
+    size = sum(plan.size for plan in plans.values())
+    return size * SPARE / files.GIB + 0.05
 
 
 def choose_folder(run: RunFolder, scratch: Path, gib: float) -> Path:
@@ -207,7 +180,7 @@ def choose_folder(run: RunFolder, scratch: Path, gib: float) -> Path:
     if disk.free_gib(run.path) + disk.folder_gib(files.partial_of(kept)) >= gib:
         run.elsewhere.unlink(missing_ok=True)
         return kept
-    folder = files.make_folder(scratch, tr("the merged model")) / "merged"
+    folder = files.make_folder(scratch) / "merged"
     files.write_json(run.elsewhere, {"folder": str(folder)})
     print(
         tr(
@@ -220,10 +193,6 @@ def choose_folder(run: RunFolder, scratch: Path, gib: float) -> Path:
     return folder
 
 
-def _size_bytes(plans: Plans, dtype: str) -> int:
-    return sum(plan.source.bytes_as(dtype) for plan in plans.values())
-
-
 def _write_model(
     model: ModelFolder, plans: Plans, report: MergeReport, about: dict[str, Any], adapter: Path
 ) -> MergeReport:
@@ -232,24 +201,21 @@ def _write_model(
 
     out = report.folder
     started = time.perf_counter()
-    files.make_folder(out.parent, tr("the merged model"))
+    files.make_folder(out.parent)
+    shards = sorted({plan.shard for plan in plans.values()})
     bar = tqdm(total=report.bytes, unit="B", unit_scale=True, desc=tr("merging"))
-    try:
-        with bar, _one_thread(), files.complete_folder(out, about) as folder:
-            disk.require_disk(folder, report.bytes * SPARE / files.GIB, tr("writing the merged model"))
-            for shard in model.shards:
-                part = {name: plan for name, plan in plans.items() if plan.shard == shard}
-                write_shard(folder / shard, part, report, bar.update)
-            model_folder.copy_companions(folder, model, adapter, report.dtype, report.untied)
-            if model_folder.SINGLE not in model.shards:
-                weight_map = {name: plan.shard for name, plan in plans.items()}
-                index = {"metadata": {"total_size": report.bytes}, "weight_map": weight_map}
-                files.write_json(folder / model_folder.INDEX, index)
-    except OSError as problem:
-        raise CourseError(
-            tr("Writing {folder} failed: {problem}.", folder=out, problem=problem.strerror or problem),
-            todo=tr("Check that disk or name a folder on another one, and run this again."),
-        ) from problem
+    with bar, _one_thread(), files.complete_folder(out, about) as folder:
+        disk.require_disk(folder, report.bytes * SPARE / files.GIB)
+        for shard in shards:
+            part = {name: plan for name, plan in plans.items() if plan.shard == shard}
+            write_shard(folder / shard, part, report.device, bar)
+        model_folder.copy_companions(folder, model, adapter, report.dtype, report.untied)
+        if shards != [model_folder.SINGLE]:
+            index = {
+                "metadata": {"total_size": report.bytes},
+                "weight_map": {name: plan.shard for name, plan in plans.items()},
+            }
+            files.write_json(folder / model_folder.INDEX, index)
     return replace(report, seconds=time.perf_counter() - started)
 
 
@@ -266,61 +232,52 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def write_shard(file: Path, plans: Plans, report: MergeReport, progress: Callable[[int], Any]) -> None:
+def write_shard(file: Path, plans: Plans, device: str, bar: Any) -> None:
     """Compute and write one shard."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, plan in plans.items():
-        source = plan.source
-        end = offset + source.bytes_as(report.dtype)
-        entries[name] = {
-            "dtype": source.code_as(report.dtype),
-            "shape": source.shape,
-            "data_offsets": [offset, end],
-        }
+        end = offset + plan.size
+        entries[name] = {"dtype": plan.dtype, "shape": plan.source.shape, "data_offsets": [offset, end]}
         offset = end
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     with open(file, "wb") as out:
         out.write(len(header).to_bytes(8, "little") + header)
-        for content in _compute_blocks(plans, report):
+        for content in _compute_blocks(plans, device):
             out.write(content)
-            progress(len(content))
+            bar.update(len(content))
 
 
-def _compute_blocks(plans: Plans, report: MergeReport) -> Iterator[memoryview]:
+def _compute_blocks(plans: Plans, device: str) -> Iterator[memoryview]:
     """The merged weights as bytes, in order, computed a few blocks ahead of the disk."""
     workers = min(MAX_WORKERS, math.ceil(platforms.processors()))
-    if report.device != "cpu" or report.onto == "dequantized":  # a dequantized weight is computed whole
+    if device != "cpu" or any(plan.dequantized for plan in plans.values()):  # a dequantized weight is computed whole
         workers = 1
     pending: deque[Future[memoryview]] = deque()
     with ThreadPoolExecutor(workers) as pool:
-        for name, plan in plans.items():
-            apply = plan.update.load(report.device) if plan.update else None
-            if not (apply or plan.dequantized):  # in one dimension: a row of stacked experts is too large
-                plan = replace(plan, source=replace(plan.source, shape=(math.prod(plan.source.shape),)))
+        for plan in plans.values():
+            factors = read_factors(plan, device)
             blocks = [ALL] if plan.dequantized else plan.source.blocks()
             for rows in blocks:
-                pending.append(pool.submit(_compute_block, name, plan, apply, rows, report))
+                pending.append(pool.submit(_compute_block, plan, factors, rows, device))
                 if len(pending) > 2 * workers:
                     yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
 
 
-def _compute_block(name: str, plan: WeightPlan, apply: Apply | None, rows: slice, report: MergeReport) -> memoryview:
+def _compute_block(plan: WeightPlan, factors: Factors, rows: slice, device: str) -> memoryview:
     """Some rows of a merged weight as bytes; a result with infinite or undefined numbers is refused."""
     import torch
 
-    code = plan.source.code_as(report.dtype)
-    if plan.source.dtype == code and not (plan.is_tuned or plan.dequantized):
+    if plan.dtype == plan.source.dtype and not (plan.is_tuned or plan.dequantized):
         return plan.source.read(rows)
-    dtype = FLOATS[code]
     with torch.inference_mode():
-        weight = compute_rows(plan, apply, dtype, rows, report.device)
+        weight = compute_rows(plan, factors, rows, device)
         if not math.isfinite(weight.sum()) and not bool(weight.isfinite().all()):  # the sum is quick
             raise CourseError(
-                tr("{weight} has infinite or undefined values after the merge in {dtype}.", weight=name, dtype=dtype),
+                tr("A weight has infinite or undefined values after the merge."),
                 todo=tr("Merge in bfloat16 or float32; if that fails too, train again at a lower learning rate."),
             )
         return weight.view(-1).view(torch.uint8).numpy().data
@@ -328,41 +285,36 @@ def _compute_block(name: str, plan: WeightPlan, apply: Apply | None, rows: slice
 
 def prove(base: str | Path, adapter: Path, folder: Path, *, onto: str = "full") -> str:
     """Compute some rows of every weight again: it finds a forgotten layer, another adapter, a changed file."""
-    model = open_base(base)
-    merged = open_base(folder).weights
-    plans = plan_weights(model, open_adapter(adapter))
-    only_whole = quantized_weights(model.path) if onto == "dequantized" else set()
-    compared = {name: plan for name, plan in plans.items() if name not in only_whole}
-    different = sorted(plans.keys() ^ merged.keys())
-    different = different or [name for name, plan in compared.items() if not _rows_agree(plan, merged[name])]
+    merged = open_base(folder)
+    four_bit = FOUR_BIT if onto == "dequantized" else None
+    plans = plan_weights(open_base(base), open_adapter(adapter), merged.dtype, four_bit)
+    compared = {name: plan for name, plan in plans.items() if not plan.dequantized}  # those are computed whole
+    different = sorted(plans.keys() ^ merged.weights.keys())
+    different = different or [name for name, plan in compared.items() if not _rows_agree(plan, merged.weights[name])]
     if different:
         raise CourseError(
             tr("{weight} in {folder} is not base + adapter.", weight=different[0], folder=folder),
             todo=tr("Delete that folder and run the merge again."),
         )
-    text = tr(
-        "computed again: rows of {compared} weights, {changed} of them tuned, all as written",
+    return tr(
+        "computed again: rows of {compared} of {count} weights, all as written",
         compared=len(compared),
-        changed=sum(plan.is_tuned for plan in compared.values()),
+        count=len(plans),
     )
-    if only_whole:
-        text += tr("; {count} can only be computed whole and were left out", count=len(only_whole))
-    return text
 
 
 def _rows_agree(plan: WeightPlan, written: StoredTensor) -> bool:
     """Whether the first and the last rows of a written weight are what the plan gives, up to rounding."""
     import torch
 
-    if plan.source.shape != written.shape:
+    if (plan.source.shape, plan.dtype) != (written.shape, written.dtype):
         return False
     if written.dtype not in FLOATS:
         return written.read(ALL) == plan.source.read(ALL)
-    apply = plan.update.load("cpu") if plan.update else None
-    blocks = list(split_rows(written.rows, MIN_ROWS))
-    for rows in (blocks[0], blocks[-1]):
+    factors = read_factors(plan)
+    for rows in (slice(MIN_ROWS), slice(-MIN_ROWS, None)):
         actual = written.tensor(rows)
-        expected = compute_rows(plan, apply, FLOATS[written.dtype], rows)
+        expected = compute_rows(plan, factors, rows)
         step = torch.finfo(actual.dtype).eps
         noise = step * 1e-3 * expected.double().abs().mean()
         if not torch.allclose(actual.double(), expected.double(), rtol=TOLERANCE * step, atol=float(noise)):

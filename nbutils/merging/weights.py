@@ -7,78 +7,72 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbutils.config import BASE_KEEPING_INITS, UNMERGEABLE
 from nbutils.errors import CourseError
 from nbutils.language import tr
-from nbutils.merging.folder import ModelFolder, StoredTensor
+from nbutils.merging.folder import CODES, FLOAT_BYTES, FLOATS, ModelFolder, StoredTensor
 
 if TYPE_CHECKING:
     import torch
 
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
+A = "lora_A"
+B = "lora_B"
+MAGNITUDE = "lora_magnitude_vector"
+Factors = Mapping[str, "torch.Tensor"]
 EITHER = re.compile(r"\.(lm_head|embed_tokens)\.")
-Apply = Callable[["torch.Tensor", slice], "torch.Tensor"]  # some rows of a weight of the base -> the same, tuned
-
-
-@dataclass(frozen=True)
-class LoraUpdate:
-    """scale * B @ A is added; with a magnitude it is DoRA."""
-
-    b: StoredTensor
-    a: StoredTensor
-    scale: float
-    magnitude: StoredTensor | None = None
-
-    def load(self, device: str) -> Apply:
-        """Read the factors; the function that applies them to a range of rows."""
-        import torch
-
-        b = self.b.tensor().to(device, torch.float32)
-        a = self.a.tensor().to(device, torch.float32)
-        magnitude = None
-        if self.magnitude:
-            magnitude = self.magnitude.tensor().to(device, torch.float32)
-
-        def apply(base: torch.Tensor, rows: slice) -> torch.Tensor:
-            weight = b[rows] @ a
-            weight.mul_(self.scale).add_(base)
-            if magnitude is None:
-                return weight
-            factor = magnitude[rows] / torch.linalg.norm(weight, dim=1)
-            return factor.view(-1, 1) * weight
-
-        return apply
 
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """How one weight of the merged model is made: read from `source`, through 4 bits (settings), then updated."""
+    """How one weight of the merged model is made: read from `source`, through 4 bits (settings), then tuned by LoRA."""
 
     source: StoredTensor
     shard: str  # the file it is written to
-    update: LoraUpdate | None = None
+    dtype: str  # the code of safetensors that it is written in
+    lora: Mapping[str, StoredTensor] = field(default_factory=dict)  # A, B, with DoRA a magnitude, by their PEFT names
+    scale: float = 1.0  # of B @ A
     dequantized: Mapping[str, Any] | None = None
     replaced: bool = False  # by a weight of the adapter (modules_to_save)
 
     @property
     def is_tuned(self) -> bool:
         """Whether the adapter changes it."""
-        return self.replaced or self.update is not None
+        return self.replaced or bool(self.lora)
+
+    @property
+    def size(self) -> int:
+        """The bytes it takes when it is written."""
+        return self.source.size * FLOAT_BYTES.get(self.dtype, 1) // FLOAT_BYTES.get(self.source.dtype, 1)
 
 
-def plan_weights(base: ModelFolder, adapter: ModelFolder) -> dict[str, WeightPlan]:
-    """The plan of every weight of the merged model, by name."""
-    plans = {name: WeightPlan(tensor, shard=tensor.file.name) for name, tensor in base.weights.items()}
+def plan_weights(
+    base: ModelFolder, adapter: ModelFolder, dtype: str = "auto", four_bit: Mapping[str, Any] | None = None
+) -> dict[str, WeightPlan]:
+    """The plan of every weight of the merged model, by name.
+
+    `dtype` is torch's name, integers keep their own. With settings for 4 bits, it is the base as such training saw it.
+    """
+    plans = {}
+    for name, tensor in base.weights.items():
+        code = tensor.dtype
+        if dtype != "auto" and code in FLOATS:
+            code = CODES[dtype]
+        plans[name] = WeightPlan(tensor, shard=tensor.file.name, dtype=code)
     if unties_head(base, adapter):
         plans.setdefault(HEAD, plans[EMBEDDING])
     _require_mergeable(adapter)
     _add_adapter(plans, adapter)
+    if four_bit:
+        for name in plans.keys() & quantized_weights(base.path):
+            if not plans[name].replaced:
+                plans[name] = replace(plans[name], dequantized=four_bit)
     return plans
 
 
@@ -96,7 +90,7 @@ def _require_mergeable(adapter: ModelFolder) -> None:
     if config.get("peft_type") != "LORA":
         problems.append(str(config.get("peft_type")))
     if init_changes_base(config):
-        problems.append(tr("init_lora_weights={init}, which changed the base", init=config["init_lora_weights"]))
+        problems.append("init_lora_weights")
     if problems:
         raise CourseError(
             tr("{folder} uses {kind}, which cannot be merged here.", folder=adapter.path, kind=problems[0]),
@@ -106,24 +100,29 @@ def _require_mergeable(adapter: ModelFolder) -> None:
 
 def init_changes_base(config: Mapping[str, Any]) -> bool:
     """Whether an adapter's init changed its base: such an adapter means nothing without that changed base."""
-    init = config.get("init_lora_weights", True)
-    return not isinstance(init, bool) and str(init).lower() not in BASE_KEEPING_INITS
+    init = str(config.get("init_lora_weights", True))
+    return init.lower() not in BASE_KEEPING_INITS
 
 
 def _add_adapter(plans: dict[str, WeightPlan], adapter: ModelFolder) -> None:
     """Give each weight what the adapter has for it; a tensor that fits no weight is refused."""
-    unused = {_bare_key(key): tensor for key, tensor in adapter.weights.items()}
+    config = adapter.config
+    rank = config["r"]
+    scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    unused = {}
+    for key, tensor in adapter.weights.items():
+        name = key.removeprefix("base_model.model.").removesuffix(".weight")
+        unused[name.replace(".base_layer", "")] = tensor  # that of an untouched weight beside a LoRA on it
     for name, plan in plans.items():
         shape = plan.source.shape
-        if name in unused and unused[name].shape == shape:
-            plan = replace(plan, source=unused.pop(name), replaced=True)
         module = name.removesuffix(".weight")
-        a = unused.get(f"{module}.lora_A")
-        b = unused.get(f"{module}.lora_B")
-        if a and b and a.rows == adapter.config["r"] and (b.rows, a.shape[-1]) == shape:
-            magnitude = unused.pop(f"{module}.lora_magnitude_vector", None)
-            plan = replace(plan, update=LoraUpdate(b, a, _scale_of(adapter.config), magnitude))
-            del unused[f"{module}.lora_A"], unused[f"{module}.lora_B"]
+        if module in unused and unused[module].shape == shape:
+            plan = replace(plan, source=unused.pop(module), replaced=True)
+        lora = {part: unused[f"{module}.{part}"] for part in (A, B, MAGNITUDE) if f"{module}.{part}" in unused}
+        if A in lora and B in lora and (lora[A].shape, lora[B].shape) == ((rank, shape[-1]), (shape[0], rank)):
+            plan = replace(plan, lora=lora, scale=scale)
+            for part in lora:
+                del unused[f"{module}.{part}"]
         plans[name] = plan
     if unused:
         key = min(unused)
@@ -136,43 +135,41 @@ def _add_adapter(plans: dict[str, WeightPlan], adapter: ModelFolder) -> None:
         )
 
 
-def _bare_key(key: str) -> str:
-    """The module and the part of it, without what PEFT writes around them."""
-    key = key.removeprefix("base_model.model.").replace(".base_layer.", ".")  # untouched, beside a LoRA on it
-    return re.sub(r"\.(lora_A|lora_B|lora_magnitude_vector)\.weight$", r".\1", key)
-
-
-def _scale_of(config: Mapping[str, Any]) -> float:
-    """What B @ A is multiplied with."""
-    rank = math.sqrt(config["r"]) if config.get("use_rslora") else config["r"]
-    return float(config["lora_alpha"] / rank)
-
-
 def quantized_weights(folder: Path) -> set[str]:
     """The weights that transformers loads in 4 bits: linear layers, but not the output layer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.quantizers.base import get_keys_to_not_convert
-    from transformers.quantizers.quantizers_utils import should_convert_module
 
     with torch.device("meta"):  # no memory for weights
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
-    skipped = get_keys_to_not_convert(model)
-    linear = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
-    return {f"{name}.weight" for name in linear if should_convert_module(name, skipped)}
+    head = model.get_output_embeddings()
+    linear = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    return {f"{name}.weight" for name, module in linear.items() if module is not head}
 
 
-def compute_rows(plan: WeightPlan, apply: Apply | None, dtype: str, rows: slice, device: str = "cpu") -> torch.Tensor:
-    """Some rows of a merged weight: the update added in float32, rounded once to the torch `dtype`."""
+def read_factors(plan: WeightPlan, device: str = "cpu") -> Factors:
+    """The matrices of a plan's LoRA in float32."""
+    import torch
+
+    return {name: stored.tensor().to(device, torch.float32) for name, stored in plan.lora.items()}
+
+
+def compute_rows(plan: WeightPlan, factors: Factors, rows: slice, device: str = "cpu") -> torch.Tensor:
+    """Some rows of a merged weight: the product added in float32, the sum rounded once."""
     import torch
 
     weight = plan.source.tensor(rows).to(device)
     if plan.dequantized:
         weight = _through_4_bits(weight, plan.dequantized)
     weight = weight.float()
-    if apply:
-        weight = apply(weight, rows)
-    return weight.to("cpu", getattr(torch, dtype))
+    if factors:
+        product = factors[B][rows] @ factors[A]
+        weight = product.mul_(plan.scale).add_(weight)
+    if MAGNITUDE in factors:
+        length = factors[MAGNITUDE].view(-1)[rows]
+        factor = length / torch.linalg.norm(weight, dim=1)
+        weight = factor.view(-1, 1) * weight
+    return weight.to("cpu", getattr(torch, FLOATS[plan.dtype]))
 
 
 def _through_4_bits(weight: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:

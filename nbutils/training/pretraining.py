@@ -193,7 +193,7 @@ def write_rows(stream: IterableDataset, texts: Texts, tokenizer: Any, length: in
         "tokenizer": hashlib.sha256(code).hexdigest(),
         "length": length,
     }
-    folder = files.make_folder(folder, "tokens") / "tokens"
+    folder = files.make_folder(folder) / "tokens"
     if files.stamp(folder) != stamp:
         with files.complete_folder(folder, stamp) as place:
             card = _write_stream(stream, texts, length, place / "tokens.arrow")

@@ -38,12 +38,12 @@ _LOCKS: dict[Path, BaseFileLock] = {}
 
 def resume_point(run: RunFolder, folders: platforms.Folders, fingerprint: dict[str, Any], resume: str) -> Path | None:
     """The checkpoint to continue from, unpacked in scratch; with RESUME="never" the old ones are removed first."""
-    scratch = files.make_folder(folders.scratch / run.name, tr("working space"))
+    scratch = files.make_folder(folders.scratch / run.name)
     _lock_run(scratch)
     checkpoints.end_earlier(scratch / "outbox")
     for unproven in ("trainer", "outbox"):  # left by a killed run; only archives that verify count
         shutil.rmtree(scratch / unproven, ignore_errors=True)
-    keep = files.make_folder(run.checkpoints, tr("checkpoints of this run"))
+    keep = files.make_folder(run.checkpoints)
     stores = checkpoints.stores(folders, run.name)
     if resume == "never":
         (run.path / OOM_FILE).unlink(missing_ok=True)
@@ -69,17 +69,18 @@ def resume_point(run: RunFolder, folders: platforms.Folders, fingerprint: dict[s
 
 
 def _unpack(checkpoint: StoredCheckpoint, keep: Path, folder: Path) -> Path:
-    """Unpack a checkpoint; one of an earlier or attached folder is copied first, as the next start may not see it."""
+    """Unpack a checkpoint; one of an earlier or attached folder is kept here too, as the next start may not see it."""
+    unpacked = checkpoints.unpack(checkpoint, folder / checkpoint.archive.stem)
     if checkpoint.archive.parent != keep:
-        checkpoint = checkpoints.copy(checkpoint, keep)
-    return checkpoints.unpack(checkpoint, folder)
+        checkpoints.pack(unpacked, keep, checkpoint.fingerprint, checkpoint.validation_rows)
+    return unpacked
 
 
 def _lock_run(scratch: Path) -> None:
     """Keep the run for this process until it ends: a second trainer would delete the files of this one."""
     try:
-        _LOCKS[scratch] = _LOCKS.get(scratch) or files.lock(scratch / "training.lock", timeout=0)
-        _LOCKS[scratch].acquire()
+        _LOCKS[scratch] = _LOCKS.get(scratch) or files.lock(scratch / "training.lock")
+        _LOCKS[scratch].acquire(timeout=0)
     except Timeout:
         raise CourseError(
             tr("Another process is training in {run} right now.", run=scratch.name),

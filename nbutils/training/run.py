@@ -154,14 +154,10 @@ class CourseCallback(TrainerCallback):
         self.checkpoint_gib = size / files.GIB
         count = trainer.args.save_total_limit + 2  # the best is kept too, and a new one comes before the oldest goes
         output = Path(trainer.args.output_dir)
-        require_disk(
-            output,
-            count * self.checkpoint_gib,
-            tr("writing checkpoints"),
-        )
-        keep = self.run.checkpoints
-        missing = max(count - len(checkpoints.look(keep)), 1)
-        require_disk(keep, missing * self.checkpoint_gib, tr("keeping checkpoints"))
+        require_disk(output, count * self.checkpoint_gib)
+        stored = checkpoints.look(self.run.checkpoints)
+        missing = max(count - len(stored), 1)
+        require_disk(self.run.checkpoints, missing * self.checkpoint_gib)
 
     def take_over(self, trainer: Any) -> None:
         """Replace the trainer's validation and its printing by the course's; note the checksums of its weights."""
@@ -411,7 +407,7 @@ def _train_steps(trainer: Any, callback: CourseCallback, checkpoint: Path | None
             if callback.sync:
                 callback.sync.finish(LAST_SYNC_SECONDS)
             raise peer_error from None
-        require_disk(Path(trainer.args.output_dir), callback.checkpoint_gib, tr("writing checkpoints"))
+        require_disk(Path(trainer.args.output_dir), callback.checkpoint_gib)
         raise
 
 

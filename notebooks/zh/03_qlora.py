@@ -60,14 +60,12 @@ SEED: int = 42
 SET: str = ""
 
 # %% [markdown]
-# 开始这一课：找出平台、GPU、配置和这次训练的目录。如果 `RESUME` 指定的那一步没有 checkpoint，这一课就停在这里。
+# 开始这一课：找出平台、GPU、配置和这次训练的目录。
 
 # %%
 import nbutils
-from nbutils import checkpoints
 
 lesson = nbutils.start("03_qlora", globals())
-checkpoints.require_step(lesson.folders, lesson.run.name, RESUME)
 
 # %% [markdown]
 # ## 样本
