@@ -21,10 +21,10 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nbutils import display, distributed
+from nbutils import display
 from nbutils.errors import CourseError
 from nbutils.files import write_text
-from nbutils.hardware import Choice, keep_4bit_layout
+from nbutils.hardware import Choice
 from nbutils.language import tr
 
 if TYPE_CHECKING:
@@ -699,44 +699,6 @@ def check_trainer(trainer: Any, report: ContractReport) -> None:
                 "packing_strategy bfd."
             ),
         )
-
-
-def answer(model: Any, tokenizer: Any, rows: Sequence[Row], max_new_tokens: int = 128) -> list[str]:
-    """What the model itself answers to the last question of each row; greedy, so it is the same every time.
-
-    Example:
-        [text] = chat.answer(model, tokenizer, [{"messages": [question, expected_answer]}])
-    """
-    import torch
-
-    if distributed.strategy() in distributed.SHARDED:
-        return [tr("(not asked: no process has the whole model; lesson 04 asks)")] * len(rows)
-    thinking = False if may_skip_thinking(tokenizer, rows) else None
-    renderer = Renderer(tokenizer, "prompt_completion", thinking)
-    stops = sorted(find_stop_ids(tokenizer, model.generation_config))
-    training = model.training
-    keep_4bit_layout(model)
-    model.eval()
-    answers = []
-    for row in rows:
-        ids = torch.tensor([renderer.prompt(row["messages"][:-1], row.get("tools"))], device=model.device)
-        with torch.inference_mode():
-            output = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_new_tokens,
-                eos_token_id=stops,
-                pad_token_id=stops[0],
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                use_cache=True,
-            )
-        completion = output[0, ids.shape[1] :]
-        answers.append(tokenizer.decode(completion, skip_special_tokens=True).strip())
-    model.train(training)
-    return answers
 
 
 def show_row(tokenizer: Any, row: Row) -> None:

@@ -164,8 +164,10 @@ print(f"{model.get_memory_footprint() / 2**20:,.0f} MiB in memory")
 # Three held-out questions, answered by the model as it is. We ask the same three after the training.
 
 # %%
+from nbutils import evaluation
+
 questions = eval_rows[:3]
-before = chat.answer(model, tokenizer, questions)
+before = evaluation.answer_rows(model, tokenizer, questions)
 display.show_answers(questions, before=before)
 
 # %% [markdown]
@@ -306,7 +308,7 @@ display.plot_loss_examples()
 # The same three questions, now answered with the adapter. Lesson 04 asks all held-out questions and compares the scores.
 
 # %%
-after = chat.answer(trainer.model, tokenizer, questions)
+after = evaluation.answer_rows(trainer.model, tokenizer, questions)
 display.show_answers(questions, before=before, after=after)
 
 # %% [markdown]

@@ -43,7 +43,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from nbutils import chat, checkpoints, files, hardware, lesson, platforms, processes, profiles, tracking
+from nbutils import chat, checkpoints, evaluation, files, hardware, lesson, platforms, processes, profiles, tracking
 from nbutils.errors import CourseError
 from nbutils.plan import gpus
 from nbutils.training import model as lora
@@ -142,7 +142,7 @@ def test_four_bit_weights_stay_as_training_reads_them(first: str) -> None:
     before = [layer.weight.data.clone() for layer in layers]
     if first == "answers":
         row = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
-        chat.answer(model, AutoTokenizer.from_pretrained(files.TINY_MODEL), [row], max_new_tokens=2)
+        evaluation.answer_rows(model, AutoTokenizer.from_pretrained(files.TINY_MODEL), [row], max_new_tokens=2)
     else:
         lora.patch_model(adapted(model), fused=False)
         with torch.inference_mode():

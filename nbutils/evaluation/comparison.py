@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -207,15 +207,9 @@ class Comparison:
         figure, axes = display.pyplot().subplots(1, len(names), figsize=(8.4, 2.2), squeeze=False)
         for panel, score in zip(axes.flat, names, strict=True):
             for name, mean in self.means[score].items():
-                below = mean.mean - mean.low
-                above = mean.high - mean.mean
-                panel.errorbar(
-                    [tr(name)],
-                    [mean.mean],
-                    [[below], [above]],
-                    fmt="o",
-                    lw=4,
-                )
+                label = tr(name)
+                [bar] = panel.plot([label, label], [mean.low, mean.high], lw=4)
+                panel.plot(label, mean.mean, "o", color=bar.get_color())
             panel.set_title(tr(SHOWN_SCORES[score].label), loc="left")
             panel.margins(x=0.4)
             panel.grid(axis="y", alpha=0.25)
@@ -264,7 +258,7 @@ class Comparison:
             "general": {
                 "verdict": self.forgetting.word,
                 "perplexity_ratio": asdict(self.forgetting.ratio),
-                "loss": {result.name: result.loss for result in (self.general_base, self.general_tuned)},
+                "loss": {result.name: result.mean("loss") for result in (self.general_base, self.general_tuned)},
                 "rows": len(self.general_base.answers),
                 "character_f1_difference": asdict(self.forgetting.f1),
             },
@@ -319,32 +313,23 @@ def _masked_text(value: Any) -> str:
     return "\n".join(map(shown, str(value or "").split("\n")))
 
 
-def open_evaluator(
-    run: RunFolder,
-    profile: Profile,
-    folder: Path,
-    *,
-    in_4_bits: bool = False,
-    rows: int = 0,
-    limit: int = 0,
-) -> Evaluator:
-    """The held-out rows for the model in `folder`; rows that do not fit its context, or `limit`, are left out."""
+def open_evaluator(run: RunFolder, profile: Profile, folder: Path, *, in_4_bits: bool = False) -> Evaluator:
+    """The held-out rows for the model in `folder`; rows that do not fit it, or a server of it, are left out."""
     from transformers import AutoConfig, AutoTokenizer
 
     _, held_out = data.load(run.data)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    context = config.get_text_config().max_position_embeddings
     course = profile.course
     dtype = profile.from_pretrained.dtype
     return Evaluator(
         run.path,
         tokenizer,
         held_out,
-        Size(rows or course.evaluation_rows, course.evaluation_batch_size, course.max_new_tokens),
+        Size(course.evaluation_rows, course.evaluation_batch_size, course.max_new_tokens),
         f"{dtype}, {IN_4_BITS}" if in_4_bits else dtype,
         thinking=False if may_skip_thinking(tokenizer, held_out) else None,
-        limit=min(limit, context) if limit else context,
+        limit=min(config.get_text_config().max_position_embeddings, profile.vllm.max_model_len),
     )
 
 
@@ -384,20 +369,9 @@ def stored_answers(run: RunFolder, profile: Profile, folder: Path, rows: int = 0
 
     `rows`: the first ones only. There are no answers if lesson 04 asked another model, or in 4 bits.
     """
-    lesson_04_evaluator = open_evaluator(run, profile, folder)
-    stored = lesson_04_evaluator.stored_answers("merged", files.stamp(folder), folder)
-    by_prompt = {tuple(answer.prompt_ids): answer for answer in stored}
-    evaluator = open_evaluator(
-        run,
-        profile,
-        folder,
-        rows=rows,
-        limit=profile.vllm.max_model_len,
-    )
-    answers = []
-    for prompt in evaluator.prompts:
-        answer = by_prompt.get(tuple(prompt))
-        if answer is None:
-            return evaluator, []
-        answers.append(answer)
-    return evaluator, answers
+    evaluator = open_evaluator(run, profile, folder)
+    stored = evaluator.stored_answers("merged", files.stamp(folder), folder)
+    if rows:
+        evaluator = replace(evaluator, size=replace(evaluator.size, rows=rows))
+    asked = len(evaluator.rows)
+    return evaluator, stored[:asked] if asked <= len(stored) else []

@@ -9,11 +9,14 @@ import hashlib
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from nbutils.chat import Renderer, find_stop_ids, rows_think, training_format
 from nbutils.data import stored_rows
@@ -50,19 +53,14 @@ class Result:
         """The answers as text."""
         return [answer.text for answer in self.answers]
 
-    @property
-    def loss(self) -> float:
-        """Nats per assistant token."""
-        return sum(total for total, _ in self.losses) / sum(tokens for _, tokens in self.losses)
+    def mean(self, score: str) -> float:
+        """The mean of a score."""
+        return float(np.average(self.scores[score], weights=self.weights(score)))
 
     @property
     def perplexity(self) -> float:
-        """e to the loss; infinite for a broken model."""
-        return math.exp(self.loss) if self.loss < 50 else math.inf
-
-    def mean(self, score: str) -> float:
-        """The plain mean of a score."""
-        return sum(self.scores[score]) / len(self.answers)
+        """e to the loss; 50 keeps that of a broken model finite."""
+        return math.exp(min(self.mean("loss"), 50.0))
 
     def weights(self, score: str) -> list[int] | None:
         """The loss is weighted by tokens, so that its mean is that of the whole text."""
@@ -107,7 +105,7 @@ class Evaluator:
     dtype: str
     subject: str = ""  # in the names of its files
     thinking: bool | None = None
-    limit: int = 0  # 0: none
+    limit: int = sys.maxsize  # tokens of a prompt and its answer
 
     def __post_init__(self) -> None:
         chosen = self.held_out[: self.size.rows or None]
@@ -116,38 +114,20 @@ class Evaluator:
         self.folder = self.run / FOLDER
         self.mode = THINKING_MODES[self.thinking]
         self.rows: list[Row] = []
-        self.questions: list[list[Message]] = []
-        self.tools: list[Any] = []
         self.prompts: list[Tokens] = []
         for row in chosen:
-            self._add(row)
+            prompt = self.renderer.prompt(row["messages"][:-1], row.get("tools"))
+            if len(prompt) + self.size.max_new_tokens <= self.limit:
+                self.rows.append(row)
+                self.prompts.append(prompt)
         self.left_out = len(chosen) - len(self.rows)
         self._report_left_out()
+        self.questions: list[list[Message]] = [row["messages"][:-1] for row in self.rows]
         self.max_new_tokens = self._answer_tokens()
         self.references = [reference_of(self.renderer, row) for row in self.rows]
 
-    def _add(self, row: Row) -> None:
-        """Take a row, unless prompt and answer are longer than the limit."""
-        question = row["messages"][:-1]
-        tools = row.get("tools")
-        prompt = self.renderer.prompt(question, tools)
-        if not self.limit or len(prompt) + self.size.max_new_tokens <= self.limit:
-            self.rows.append(row)
-            self.questions.append(question)
-            self.tools.append(tools)
-            self.prompts.append(prompt)
-
     def _report_left_out(self) -> None:
         """Say how many rows have no room for their answer; stop if no row is left."""
-        if not self.rows:
-            raise CourseError(
-                tr("No evaluation row fits {limit:,} tokens with its answer, or there is none.", limit=self.limit),
-                todo=tr(
-                    "Run lesson 02 again, with more or shorter rows; or lower course.max_new_tokens (now "
-                    "{new_tokens}), or raise vllm.max_model_len if that is the limit.",
-                    new_tokens=self.size.max_new_tokens,
-                ),
-            )
         if self.left_out:
             warning = tr(
                 "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
@@ -155,6 +135,15 @@ class Evaluator:
                 limit=self.limit,
             )
             print(warning)
+        if not self.rows:
+            raise CourseError(
+                tr("There is no evaluation row, or none that fits {limit:,} tokens.", limit=self.limit),
+                todo=tr(
+                    "Run lesson 02 again, with more or shorter rows; or lower course.max_new_tokens (now "
+                    "{new_tokens}), or raise vllm.max_model_len if that is the limit.",
+                    new_tokens=self.size.max_new_tokens,
+                ),
+            )
 
     def _answer_tokens(self) -> int:
         """At most so many as the longest reference needs, unless the model may think before it answers."""
@@ -171,12 +160,7 @@ class Evaluator:
     def general(self) -> Evaluator:
         """The rows of general knowledge, asked in the same way; always all of them."""
         rows = stored_rows(SAMPLES / "general.jsonl")
-        return replace(
-            self,
-            held_out=rows,
-            size=replace(self.size, rows=0),
-            subject="-general",
-        )
+        return replace(self, held_out=rows, size=replace(self.size, rows=0), subject="-general")
 
     def evaluate(self, name: str, model: Any, fingerprint: Any) -> Result:
         """Ask one model, which `fingerprint` identifies; what was stored of it before is not asked again."""
@@ -206,19 +190,16 @@ class Evaluator:
         """The scores of answers to these rows, whoever gave them."""
         tagged = self.with_think_tag(answers)
         scored = score_answers(tagged, self.references)
-        scored["loss"] = []
-        for total, tokens in losses:
-            scored["loss"].append(total / tokens)
+        scored["loss"] = [total / tokens for total, tokens in losses]
         return Result(self, name, tagged, scored, losses)
 
     def stored_answers(self, name: str, fingerprint: Any, folder: Path) -> list[Answer]:
-        """The stored answers of a folder's model to these very rows, without loading it."""
-        stored = read_answers(
-            self._answers_file(name),
-            self._decided_by(fingerprint, stops=self._stops(folder)),
-            self.prompts,
-        )
-        return list(stored.values())
+        """The stored answers of a folder's model to these very rows, without loading it; none if one is missing."""
+        decided_by = self._decided_by(fingerprint, stops=self._stops(folder))
+        answers = read_answers(self._answers_file(name), decided_by, self.prompts)
+        if len(answers) < len(self.prompts):
+            return []
+        return [answers[row] for row in range(len(self.prompts))]
 
     def _decided_by(self, fingerprint: Any, **more: Any) -> Facts:
         return {
@@ -237,12 +218,9 @@ class Evaluator:
     def with_think_tag(self, answers: Sequence[Answer]) -> list[Answer]:
         """The answers with the `<think>` that a prompt may have opened for them, so that thinking is seen as such."""
         ending = self.tokenizer.decode(self.prompts[0][-12:])  # that of every prompt
-        opened = "<think>" if ending.rstrip().endswith("<think>") else ""
-        tagged = []
-        for answer in answers:
-            text = opened + answer.text
-            tagged.append(replace(answer, text=text))
-        return tagged
+        if not ending.rstrip().endswith("<think>"):
+            return list(answers)
+        return [replace(answer, text=f"<think>{answer.text}") for answer in answers]
 
     def table(self, columns: Mapping[str, Sequence[str]], rows: int = 6) -> Table:
         """For display: question, reference, and each model's answer with a tick or a cross; private data masked."""
@@ -296,23 +274,17 @@ def digest(value: Any) -> str:
 def stored_once(file: Path, decided_by: Facts, make: Callable[[], Any]) -> Any:
     """A JSON value that is made once and then read from its file, as long as what decides it stays the same."""
     fingerprint = digest(decided_by)
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError):
         stored = read_json(file)
-        if stored["fingerprint"] == fingerprint and stored["check"] == digest(stored["value"]):
+        if stored["fingerprint"] == fingerprint:
             return stored["value"]
     value = make()
-    stored = {
-        "fingerprint": fingerprint,
-        "decided_by": decided_by,
-        "check": digest(value),
-        "value": value,
-    }
-    write_json(file, stored)
+    write_json(file, {"fingerprint": fingerprint, "decided_by": decided_by, "value": value})
     return value
 
 
 def read_answers(file: Path, decided_by: Facts, prompts: list[Tokens]) -> dict[int, Answer]:
-    """The answers in a file by row; none from a file of another fingerprint, nor from a line torn or changed."""
+    """The answers in a file by row; none from a file of another fingerprint."""
     answers: dict[int, Answer] = {}
     if not file.exists():
         return answers
@@ -320,18 +292,11 @@ def read_answers(file: Path, decided_by: Facts, prompts: list[Tokens]) -> dict[i
     if header != _header(decided_by, prompts):
         return answers
     for line in lines:
-        with suppress(ValueError, KeyError, TypeError, IndexError):
+        with suppress(ValueError):  # a kill may have torn it
             stored = json.loads(line)
-            row = int(stored["row"])
-            answer = Answer(
-                prompts[row],
-                stored["token_ids"],
-                stored["text"],
-                stored["stopped"],
-            )
-            if line == _line(row, answer):
-                answers[row] = answer
-    return dict(sorted(answers.items()))
+            row = stored["row"]
+            answers[row] = Answer(prompts[row], stored["token_ids"], stored["text"], stored["stopped"])
+    return answers
 
 
 def complete_answers(file: Path, decided_by: Facts, prompts: list[Tokens], ask: Ask) -> list[Answer]:
@@ -341,8 +306,7 @@ def complete_answers(file: Path, decided_by: Facts, prompts: list[Tokens], ask: 
     if missing:
         lines = [_header(decided_by, prompts)]
         lines += [_line(row, answer) for row, answer in answers.items()]
-        whole = "\n".join(lines)
-        write_text(file, f"{whole}\n")  # so that a line torn by a kill is gone
+        write_text(file, "\n".join(lines) + "\n")  # so that a line torn by a kill is gone
         with open(file, "a", encoding="utf-8", newline="\n") as out:
             for row, answer in ask(missing):
                 answers[row] = answer
@@ -358,12 +322,10 @@ def _header(decided_by: Facts, prompts: list[Tokens]) -> str:
 
 
 def _line(row: int, answer: Answer) -> str:
-    """One stored answer, with a checksum over its prompt too."""
     stored = {
         "row": row,
         "token_ids": answer.token_ids,
         "text": answer.text,
         "stopped": answer.stopped,
-        "check": digest([answer.prompt_ids, answer.token_ids, answer.text, answer.stopped]),
     }
     return json.dumps(stored, ensure_ascii=False)

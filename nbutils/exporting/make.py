@@ -417,7 +417,8 @@ def read_predictions(name: str, folder: Path, fixed: parity.FixedSet) -> parity.
             logs=f"{place}/logs.safetensors",
         )
         run_job(job, tr("reading {name}", name=name))
-        return parity.Predictions(load_file(job.logs)["logs"])
+        tensors = load_file(job.logs)
+        return parity.Predictions(tensors["logs"], tensors["tokens"])
 
 
 def export_formats(folder: Path, names: Sequence[str], out: Path | None, data: Path | None, check: bool) -> None:

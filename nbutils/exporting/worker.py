@@ -153,7 +153,7 @@ def read_predictions(job: ReadJob) -> None:
     device = "cuda:0" if on_gpu else "cpu"
     model = load_model(job.folder, dtype=dtype, device_map=device, gguf_file=job.gguf)
     predictions = parity.measure(model, parity.FixedSet(**job.fixed))
-    save_file({"logs": predictions.log_probs.contiguous()}, job.logs)
+    save_file({"logs": predictions.log_probs.contiguous(), "tokens": predictions.tokens.contiguous()}, job.logs)
 
 
 EXPORTS = {"cast": cast, "compress": compress, "calibrate": calibrate, "int8": int8, "gguf": convert}

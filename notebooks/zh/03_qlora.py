@@ -154,8 +154,10 @@ print(f"模型占用 {model.get_memory_footprint() / 2**20:,.0f} MiB")
 # 从验证集取三个问题，让还没微调的基座模型回答。训练后再问同样三个。
 
 # %%
+from nbutils import evaluation
+
 questions = eval_rows[:3]
-before = chat.answer(model, tokenizer, questions)
+before = evaluation.answer_rows(model, tokenizer, questions)
 display.show_answers(questions, before=before)
 
 # %% [markdown]
@@ -278,7 +280,7 @@ display.plot_loss_examples()
 # 还是那三个问题，现在带着适配器回答。第 04 课会问完验证集的所有问题，再比较分数。
 
 # %%
-after = chat.answer(trainer.model, tokenizer, questions)
+after = evaluation.answer_rows(trainer.model, tokenizer, questions)
 display.show_answers(questions, before=before, after=after)
 
 # %% [markdown]
