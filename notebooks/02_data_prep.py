@@ -254,4 +254,4 @@ for problem in problems if my_rows != [given] else []:
 # rows be held out before the training, and not after it?
 
 # %%
-lesson.finish(card, examples)
+lesson.finish(card, longest_row_tokens=examples.longest, rows_too_long=len(examples.too_long))

@@ -93,9 +93,10 @@ from nbutils import chat
 
 tokenizer = AutoTokenizer.from_pretrained(lesson.model, trust_remote_code=False)
 stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
-dataset = chat.build_dataset(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids)
-dataset.filtered.write_too_long(lesson.run.data)
+dataset = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids)
+dataset.write_too_long(lesson.run.data)
 print(dataset)
+print(chat.check_contract(dataset))
 
 # %% [markdown]
 # ## The recipe
@@ -112,7 +113,7 @@ from nbutils import display, plan
 
 lesson = lesson.with_recipe(dataset.lengths, len(eval_rows))
 profile = lesson.profile
-validation = chat.validation_dataset(dataset.filtered, eval_rows, profile.course.validation_rows)
+validation = chat.validation_dataset(dataset, eval_rows, profile.course.validation_rows)
 most = ("method", "from_pretrained", "lora.r", "sft.max_length", "sft.per_device_train_batch_size",
         "sft.gradient_accumulation_steps", "sft.num_train_epochs", "sft.max_steps", "sft.learning_rate", "sft.packing",
         "course.conversations_per_step")
@@ -254,7 +255,7 @@ if profile.course.early_stopping_patience:
 trainer = SFTTrainer(
     model=model,
     args=settings,
-    train_dataset=dataset.train,
+    train_dataset=chat.training_dataset(dataset),
     eval_dataset=validation,
     processing_class=tokenizer,
     peft_config=lora,

@@ -188,11 +188,11 @@ def test_losses_are_measured_once_and_again_for_another_model(tmp_path: Path) ->
 
 def test_the_loss_is_that_of_the_assistants_tokens_whatever_the_batch(tiny: Tiny, monkeypatch: Any) -> None:
     (model, tokenizer), rows = tiny, rows_of("eval.jsonl", 7)
-    shapes, texts = list[tuple[Any, Any]](), inference.encode_rows(chat.Renderer(tokenizer, "messages"), rows)
+    shapes, examples = list[tuple[Any, Any]](), chat.Renderer(tokenizer, "messages").encode_all(rows)
     note = lambda _, args, inputs, out: shapes.append((out.logits.shape, inputs["input_ids"].shape))  # noqa: E731
     monkeypatch.setattr(inference, "MAX_LOGITS", 3072 * 100)
     with model.register_forward_hook(note, with_kwargs=True):
-        losses = inference.row_losses(model, texts, 7)
+        losses = inference.row_losses(model, examples, 7)
     assert len(shapes) >= 3  # 7 rows would have been one batch
     for (batch, positions, _), (_, width) in shapes:
         assert batch * positions <= 100 and positions < width  # logits only where they are needed
@@ -207,9 +207,9 @@ def test_the_loss_is_that_of_the_assistants_tokens_whatever_the_batch(tiny: Tiny
 def test_answers_of_one_row_are_added_up_where_each_is_a_text_of_its_own(tiny: Tiny) -> None:
     turns = [turn for row in rows_of("eval.jsonl", 2) for turn in row["messages"]]
     rows = [{"messages": turns}, *rows_of("eval.jsonl", 1)]
-    forms = [inference.encode_rows(chat.Renderer(tiny[1], form), rows) for form in ("messages", "prompt_completion")]
-    assert [[text.row for text in texts] for texts in forms] == [[0, 1], [0, 0, 1]]
-    together, apart = (inference.row_losses(tiny[0], texts, 2) for texts in forms)
+    forms = [chat.Renderer(tiny[1], form).encode_all(rows) for form in ("messages", "prompt_completion")]
+    assert [[example.row for example in examples] for examples in forms] == [[1, 2], [1, 1, 2]]
+    together, apart = (inference.row_losses(tiny[0], examples, 2) for examples in forms)
     assert np.allclose(together, apart, rtol=1e-4)
 
 

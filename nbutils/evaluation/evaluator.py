@@ -166,11 +166,11 @@ class Evaluator:
         """Ask one model, which `fingerprint` identifies; what was stored of it before is not asked again."""
         self.folder.mkdir(parents=True, exist_ok=True)
         model.eval()
-        texts = inference.encode_rows(self.renderer, self.rows)
+        examples = self.renderer.encode_all(self.rows)
         losses = stored_once(
             self.folder / f"losses{self.subject}-{name}.json",
-            self._decided_by(fingerprint, rows=digest([text._asdict() for text in texts])),
-            lambda: inference.row_losses(model, texts, self.size.batch_size),
+            self._decided_by(fingerprint, rows=digest([example._asdict() for example in examples])),
+            lambda: inference.row_losses(model, examples, self.size.batch_size),
         )
         answers = complete_answers(
             self._answers_file(name),

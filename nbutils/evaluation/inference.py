@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm.auto import tqdm
 
 from nbutils import distributed, hardware
-from nbutils.chat import IGNORED, Renderer, find_stop_ids, may_skip_thinking
+from nbutils.chat import Example, Renderer, find_stop_ids, may_skip_thinking
 from nbutils.language import tr
 
 STOP_CHECK = 16  # decoding steps between two checks whether all answers have ended: a check makes the GPU wait
@@ -30,15 +30,6 @@ class Answer:
     stopped: bool = True
 
 
-class Encoded(NamedTuple):
-    """A text as token ids, and the labels of its last tokens, from the first trained one on."""
-
-    row: int
-    ids: Tokens
-    labels: Tokens  # IGNORED where a token has no loss
-    trained: int  # tokens with loss
-
-
 def in_batches(
     order: Sequence[int],
     batch_size: int,
@@ -56,12 +47,7 @@ def in_batches(
                 raise
         if not results:
             batch_size = len(batch) // 2
-            text = tr(
-                "out of memory with {count} rows at a time: going on with {half}",
-                count=len(batch),
-                half=batch_size,
-            )
-            print(text)
+            print(tr("out of memory with {count} rows at a time: going on with half of them", count=len(batch)))
             hardware.free_memory()  # out here, where the failed call's tensors are no longer held by its error
         yield from zip(batch, results, strict=False)
         done += len(results)
@@ -226,48 +212,45 @@ def decode(model: Any, prompts: Sequence[Tokens], max_new_tokens: int, stops: To
     return torch.cat(generated, dim=1).tolist()
 
 
-def encode_rows(renderer: Renderer, rows: Sequence[Row]) -> list[Encoded]:
-    """Rows as training sees them."""
-    encoded = []
-    for example in renderer.encode_all(rows):
-        start = max(1, example.trained.index(1))  # the first token of a text has nothing to be predicted from
-        labels = list(example.ids[start:])
-        for position, mask in enumerate(example.trained[start:]):
-            if not mask:
-                labels[position] = IGNORED
-        encoded.append(Encoded(example.row - 1, list(example.ids), labels, example.trained.count(1, start)))
-    return encoded
-
-
-def row_losses(model: Any, texts: Sequence[Encoded], batch_size: int) -> list[RowLoss]:
-    """The loss of every row, in order."""
-    logits = model.config.get_text_config().vocab_size * max(len(text.labels) for text in texts)
+def row_losses(model: Any, examples: Sequence[Example], batch_size: int) -> list[RowLoss]:
+    """The loss of every row, in order; a row may have several examples."""
+    positions = max(map(loss_positions, examples))
+    logits = positions * model.config.get_text_config().vocab_size
     most = max(1, MAX_LOGITS // logits)
 
-    def losses(batch: Sequence[int]) -> list[float]:
-        return summed_losses(model, [texts[number] for number in batch])
+    def losses(batch: Sequence[int]) -> list[RowLoss]:
+        return example_losses(model, [examples[number] for number in batch])
 
-    lengths = {number: len(text.ids) for number, text in enumerate(texts)}
-    rows = [(0.0, 0)] * (1 + texts[-1].row)
-    for number, loss in longest_first(lengths, min(batch_size, most), losses, tr("losses")):
-        text = texts[number]
-        total, tokens = rows[text.row]
-        rows[text.row] = (total + loss, tokens + text.trained)
+    lengths = {number: len(example.ids) for number, example in enumerate(examples)}
+    rows = [(0.0, 0)] * examples[-1].row
+    for number, (loss, trained) in longest_first(lengths, min(batch_size, most), losses, tr("losses")):
+        row = examples[number].row - 1
+        total, tokens = rows[row]
+        rows[row] = (total + loss, tokens + trained)
     return rows
 
 
-def summed_losses(model: Any, texts: Sequence[Encoded]) -> list[float]:
-    """Of each text of one batch."""
+def loss_positions(example: Example) -> int:
+    """How many tokens there are from the first trained one on."""
+    first = max(1, example.trained.index(1))  # the first token of a text has nothing to be predicted from
+    return len(example.ids) - first
+
+
+def example_losses(model: Any, examples: Sequence[Example]) -> list[RowLoss]:
+    """Of one batch, with logits only where a loss may be."""
     import torch
 
     losses = []
     with torch.inference_mode():
-        logits = end_logits(model, [text.ids[:-1] for text in texts], max(len(text.labels) for text in texts))
-        for row, text in enumerate(texts):
-            predicted = logits[row, -len(text.labels) :].float()  # by row: a batch of float32 would double the memory
-            expected = torch.tensor(text.labels, device=model.device)
-            loss = torch.nn.functional.cross_entropy(predicted, expected, ignore_index=IGNORED, reduction="sum")
-            losses.append(float(loss))
+        texts = [list(example.ids) for example in examples]
+        logits = end_logits(model, [text[:-1] for text in texts], max(map(loss_positions, examples)))
+        for row, example in enumerate(examples):
+            count = loss_positions(example)
+            predicted = logits[row, -count:].float()  # by row: a batch of float32 would double the memory
+            expected = torch.tensor(texts[row][-count:], device=model.device)
+            trained = torch.tensor(list(example.trained[-count:]), device=model.device)
+            loss = torch.nn.functional.cross_entropy(predicted, expected, reduction="none")
+            losses.append((float((loss * trained).sum()), int(trained.sum())))
     return losses
 
 

@@ -238,4 +238,4 @@ for problem in problems if my_rows != [given] else []:
 #
 # 留两个问题给你：如果样本的回答互相矛盾，模型会学到什么？验证集为什么要在训练前留出，而不是训练后？
 # %%
-lesson.finish(card, examples)
+lesson.finish(card, longest_row_tokens=examples.longest, rows_too_long=len(examples.too_long))
