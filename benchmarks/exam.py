@@ -68,7 +68,7 @@ def main(folder: str, count: int) -> None:
     with open(files.SAMPLES / "eval.jsonl", encoding="utf-8") as file:
         sample = [json.loads(line) for line in file]
     rows = [sample[number % len(sample)] for number in range(count)]
-    renderer = chat.Renderer(tokenizer, chat.training_format(tokenizer, rows).value)
+    renderer = chat.Renderer(tokenizer, chat.training_format(tokenizer, rows))
     prompts = [renderer.prompt(row["messages"][:-1]) for row in rows]
     texts = renderer.encode_all(rows)
     answers(model, tokenizer, prompts[:BATCH], BATCH)  # warm

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nbutils import display
 from nbutils.errors import CourseError
 from nbutils.files import write_text
-from nbutils.hardware import Choice
 from nbutils.language import tr
 
 if TYPE_CHECKING:
@@ -273,7 +272,7 @@ class Renderer:
                 trained[position] = 0
 
 
-def training_format(tokenizer: Any, rows: Sequence[Row] = (), thinking: bool | None = None) -> Choice:
+def training_format(tokenizer: Any, rows: Sequence[Row] = (), thinking: bool | None = None) -> str:
     """`messages`, whole conversations, if servers see the same text; else `prompt_completion`, each answer alone."""
     multi_turn = any(len(answer_turns(row)) > 1 for row in rows)
     probes = [ANSWER]
@@ -282,9 +281,8 @@ def training_format(tokenizer: Any, rows: Sequence[Row] = (), thinking: bool | N
     if _training_template(tokenizer) is not None:
         renderer = Renderer(tokenizer, "messages", thinking)
         if all(_marks_answers(renderer, probe, multi_turn) for probe in probes):
-            return Choice("messages", tr("the training template marks the answers"))
-    reason = tr("no template marks its answers as servers see them, so each answer is an example of its own")
-    return Choice("prompt_completion", reason)
+            return "messages"
+    return "prompt_completion"
 
 
 def _marks_answers(renderer: Renderer, answer: Message, multi_turn: bool) -> bool:
@@ -311,7 +309,7 @@ def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
     """Whether enable_thinking=False changes the prompt, and the texts of these rows begin with such prompts too."""
     if rows_think(rows):
         return False
-    form = training_format(tokenizer, rows).value
+    form = training_format(tokenizer, rows)
     thinking = Renderer(tokenizer, form, thinking=True)
     skipping = Renderer(tokenizer, form, thinking=False)
     if thinking.prompt([QUESTION]) == skipping.prompt([QUESTION]):
@@ -323,7 +321,6 @@ def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
 class FilteredRows:
     """All rows, which of them are too long, and the examples of the others."""
 
-    form: Choice
     max_length: int
     rows: Sequence[Row] = field(repr=False)
     too_long: dict[int, int]  # tokens of each row that is left out, by its number (from 1)
@@ -344,7 +341,7 @@ class FilteredRows:
     def facts(self) -> dict[str, Any]:
         """What goes into facts.json."""
         return {
-            "form": self.form.value,
+            "form": self.renderer.form,
             "examples": len(self.examples),
             "trained_tokens": self.trained_tokens,
             "rows_left_out": len(self.too_long),
@@ -372,8 +369,7 @@ class FilteredRows:
         """Write the rows that are left out, with their numbers, to too_long.jsonl; the file may be empty."""
         lines = []
         for number, tokens in self.too_long.items():
-            entry = {"row": number, "tokens": tokens, "cut": tokens - self.max_length}
-            entry |= self.rows[number - 1]
+            entry = {"row": number, "tokens": tokens} | self.rows[number - 1]
             lines.append(json.dumps(entry, ensure_ascii=False) + "\n")
         write_text(folder / TOO_LONG, "".join(lines))
 
@@ -386,8 +382,7 @@ def filter_by_length(
     Example:
         filtered = chat.filter_by_length(tokenizer, rows, 1024, stop_ids=chat.find_stop_ids(tokenizer, model_folder))
     """
-    form = training_format(tokenizer, rows)
-    renderer = Renderer(tokenizer, form.value, stop_ids=stop_ids)
+    renderer = Renderer(tokenizer, training_format(tokenizer, rows), stop_ids=stop_ids)
     examples = renderer.encode_all(rows)
     longest = max(len(example.ids) for example in examples)
     too_long: dict[int, int] = {}
@@ -410,7 +405,7 @@ def filter_by_length(
             ),
         )
     kept = [example for example in examples if example.row not in too_long]
-    return FilteredRows(form, max_length, rows, too_long=too_long, longest=longest, renderer=renderer, examples=kept)
+    return FilteredRows(max_length, rows, too_long, longest=longest, renderer=renderer, examples=kept)
 
 
 def check_contract(filtered: FilteredRows) -> str:
@@ -428,11 +423,10 @@ def check_contract(filtered: FilteredRows) -> str:
     tokens = sum(filtered.lengths)
     trained = filtered.trained_tokens
     return tr(
-        "format   {form}: {reason}\n"
+        "format   {form}\n"
         "trained  {trained} of {tokens} tokens ({share}), in {answers} answers\n"
         "stop     every answer ends with {stops}, and generation stops there",
-        form=filtered.form.value,
-        reason=filtered.form.reason,
+        form=filtered.renderer.form,
         trained=trained,
         tokens=tokens,
         share=f"{trained / tokens:.0%}",
@@ -542,21 +536,15 @@ def _check_mask(renderer: Renderer, example: Example, expected: bytearray) -> No
 
 def _missing_part(answer: Message, text: str) -> str:
     """The first thought, content or called function of an answer that its text lacks; white space does not count."""
-    content = answer.get("content")
+    content = answer.get("content") or ""
     parts = [answer.get("reasoning_content") or ""]
-    if isinstance(content, str):
-        parts += re.split("</?think>", content)  # tags are the template's
+    parts += re.split("</?think>", content)  # tags are the template's
+    parts += [call["function"]["name"] for call in answer.get("tool_calls") or ()]
     rest = _comparable(text)
-    for part in parts:
-        searched = _comparable(part)
-        if searched not in rest:
+    for part in filter(str.strip, parts):
+        _, separator, rest = rest.partition(_comparable(part))  # the next part must come after this one
+        if not separator:
             return repr(part.strip()[:40])
-        rest = rest[rest.index(searched) + len(searched) :]  # the next part must come after this one
-    for call in answer.get("tool_calls") or ():
-        function = call.get("function") or call
-        name = function.get("name", "")
-        if name not in text:
-            return tr("a call of {name}", name=repr(name))
     return ""
 
 
@@ -643,8 +631,7 @@ def show_row(tokenizer: Any, row: Row) -> None:
     Example:
         chat.show_row(tokenizer, rows[0])
     """
-    form = training_format(tokenizer, [row]).value
-    example = Renderer(tokenizer, form).encode(row)
+    example = Renderer(tokenizer, training_format(tokenizer, [row])).encode(row)
     runs = []
     plain = ""
     position = 0

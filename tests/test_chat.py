@@ -11,7 +11,6 @@ import pytest
 from support import refused
 
 from nbutils import chat, data, files
-from nbutils.hardware import Choice
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<s>"]
 ANSWER = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
@@ -83,7 +82,7 @@ def check(tokenizer: Any, rows: Any = ROWS, **more: Any) -> str:
 
 def always(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Render every row in this form, as if the probes of the template had chosen it."""
-    monkeypatch.setattr(chat, "training_format", lambda *given: Choice(form, ""))
+    monkeypatch.setattr(chat, "training_format", lambda *given: form)
 
 
 def test_a_row_is_shown_with_its_trained_tokens(tokenizer: Any, capsys: Any, monkeypatch: Any) -> None:
@@ -109,7 +108,7 @@ def test_each_family_trains_its_answers_alone(bare: Any, template: str, eos: str
     tokenizer = with_template(bare, template, eos)
     filtered = chat.filter_by_length(tokenizer, ROWS, 512)
     report = chat.check_contract(filtered)
-    assert filtered.form.value == form and "in 3 answers" in report and f"ends with {eos}," in report
+    assert filtered.renderer.form == form and "in 3 answers" in report and f"ends with {eos}," in report
     answers = ("On its way. 在路上。", "On its way.", "Today.")
     assert expected is None or learned(tokenizer, filtered) == [text.format(*answers) for text in expected]
     assert f"trained  {sum(sum(example.trained) for example in filtered.examples)} of" in report
@@ -145,7 +144,7 @@ def test_rows_that_would_lose_their_stop_token_are_left_out(bare: Any, tokenizer
     assert "1 of 3 rows are LEFT OUT" in str(filtered) and f"raise sft.max_length to {sizes[1]}" in str(filtered)
     filtered.write_too_long(tmp_path)
     assert data.stored_rows(tmp_path / "too_long.jsonl") == [
-        {"row": 2, "tokens": sizes[1], "cut": sizes[1] - sizes[2] + 1, "messages": LONG}
+        {"row": 2, "tokens": sizes[1], "messages": LONG}
     ]
     assert "in 2 answers" in chat.check_contract(filtered) and not chat.filter_by_length(tokenizer, rows, sizes[1]).too_long
     with refused(f"longest has {sizes[1]} tokens."):
@@ -217,7 +216,7 @@ def test_thoughts_are_trained_or_refused(bare: Any, monkeypatch: Any) -> None:
     for messages in (inline, apart):
         rows = [{"messages": TWO}, {"messages": messages}]
         filtered = chat.filter_by_length(glm, rows, 0)
-        assert filtered.form.value == "prompt_completion" and "in 4 answers" in chat.check_contract(filtered)
+        assert filtered.renderer.form == "prompt_completion" and "in 4 answers" in chat.check_contract(filtered)
         assert [text.count("h") for text in learned(glm, filtered)] == [2, 2, 3, 3]
         with monkeypatch.context() as forced, refused("Row 2: the chat", "'hm'"):
             always("messages", forced)
@@ -319,7 +318,7 @@ def test_templates_that_break_the_contract(
     ([*ROWS, *rows_of("Where?", "On its way.<|im_end|>")], 3, "leaves out or changes", "<|im_end|>"),
     ([*ROWS, *rows_of("Where?", "\nOn its way.")], 3, "a server would send", "line break"),  # melts into the prompt
     (TOOL_ROWS, 1, "leaves out its tools", ""),  # the template leaves them out
-    ([{"messages": TOOL_ROWS[0]["messages"]}], 1, "leaves out or changes", "a call of 'weather'"),
+    ([{"messages": TOOL_ROWS[0]["messages"]}], 1, "leaves out or changes", "'weather'"),
 ])  # fmt: skip
 def test_rows_that_break_the_contract(tokenizer: Any, rows: Any, row: int, problem: str, words: str) -> None:
     with refused(f"Row {row}: ", problem, words):

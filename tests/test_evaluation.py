@@ -333,9 +333,8 @@ def test_table_facts_and_verdict_show_one_interval(monkeypatch: pytest.MonkeyPat
 def test_what_looks_wrong_is_flagged() -> None:
     base, tuned = result("base", PROSE, WANTED), result("merged", WANTED, WANTED)
     endless = result("merged", WANTED, WANTED, stopped=False)
-    few = [result(name, texts[:12], WANTED[:12]) for name, texts in (("base", PROSE), ("merged", WANTED))]
     wordy = result("base", PROSE, WANTED, stopped=False)
-    for pair, words in [((base, endless), "60 of 60 answers"), (few, "only 12"), ((wordy, tuned), "")]:
+    for pair, words in [((base, endless), "60 of 60 answers"), ((wordy, tuned), "")]:
         flags = compared(*pair).verdict.flags
         assert len(flags) == bool(words) and words in "".join(flags)
 
@@ -481,7 +480,7 @@ def test_public_benchmarks_run_once_in_a_process_without_secrets(tmp_path: Path,
         evaluation.run_tasks(["--tasks", "shop,missing"], files.TINY_MODEL, file)
     (tmp_path / "lm_eval.py").unlink()  # a second time it is read
     again = evaluation.run_tasks(["--tasks", "shop"], files.TINY_MODEL, file)
-    assert again == measured == {"shop": {"acc": 0.75, "acc_stderr": 0.1}}
+    assert again == measured and measured["shop"]["acc,none"] == 0.75
 
 
 def test_true_answers_help_and_shuffled_ones_do_not() -> None:

@@ -7,7 +7,7 @@ content decide, and they must rise further than chance explains. The words of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ import yaml
 from nbutils import data, display, files, record
 from nbutils.chat import may_skip_thinking
 from nbutils.config import Profile
-from nbutils.data.evidence import ALPHA, DECIDING, FEW_ROWS, LEAST_ROWS
+from nbutils.data.evidence import ALPHA, DECIDING, LEAST_ROWS
 from nbutils.data.texts import shown
 from nbutils.evaluation import scores
 from nbutils.evaluation.evaluator import Evaluator, Facts, Result, Size, Table
@@ -46,7 +46,6 @@ class ScoreDisplay(NamedTuple):
 
 TEXTS = yaml.safe_load(Path(__file__).with_name("texts.yaml").read_text(encoding="utf-8"))
 SHOWN_SCORES = {score: ScoreDisplay(*texts) for score, texts in TEXTS["scores"].items()}
-Means = dict[str, dict[str, Estimate]]  # by score and name of the model
 
 
 @dataclass(frozen=True)
@@ -101,9 +100,9 @@ class Comparison:
         return self.base, self.tuned
 
     @cached_property
-    def means(self) -> Means:
+    def means(self) -> dict[str, dict[str, Estimate]]:
         """Each score of each model with its interval."""
-        return mean_scores(self.results, SHOWN_SCORES)
+        return {score: {result.name: result.estimate(score) for result in self.results} for score in SHOWN_SCORES}
 
     @cached_property
     def changes(self) -> dict[str, Difference]:
@@ -125,8 +124,11 @@ class Comparison:
             after=round(sum(self.tuned.scores["exact_match"])),
             content=joined(deciding, ";"),
         )
+        rows = len(self.tuned.answers)
+        cut = sum(not answer.stopped for answer in self.tuned.answers)
+        flags = [tr(TEXTS["cut_off"], count=cut, rows=rows)] if cut > rows / 10 else []
         outcome = record.outcome(texts["word"], self.forgetting.word)
-        return Verdict(texts["word"], why, tr(texts["todo"]), self._flags(), outcome)
+        return Verdict(texts["word"], why, tr(texts["todo"]), flags, outcome)
 
     def _case(self) -> str:
         """The case in texts.yaml: what decides is content that changed with p below ALPHA and an interval without 0."""
@@ -140,17 +142,6 @@ class Comparison:
         if rose == fell:  # neither, or one up and one down
             return "no_proof"
         return "helped" if rose else "harmed"
-
-    def _flags(self) -> list[str]:
-        """What else looks wrong: few rows, or many answers of the tuned model that were cut off."""
-        rows = len(self.tuned.answers)
-        cut = sum(not answer.stopped for answer in self.tuned.answers)
-        flags = []
-        if rows < FEW_ROWS:
-            flags.append(tr(TEXTS["few_rows"], rows=rows))
-        if cut > rows / 10:
-            flags.append(tr(TEXTS["cut_off"], count=cut, rows=rows))
-        return flags
 
     @cached_property
     def forgetting(self) -> Forgetting:
@@ -185,7 +176,7 @@ class Comparison:
         for score in names or SHOWN_SCORES:
             change = self.changes[score]
             form = "+" + SHOWN_SCORES[score].form.lstrip("+")
-            row = _table_row(score, self.means)
+            row = _table_row(score, self.means[score])
             row[tr("difference")] = change.text(form)
             row["p"] = change.p_text
             table.append(row)
@@ -284,17 +275,9 @@ class Comparison:
         return lines
 
 
-def mean_scores(results: Sequence[Result], names: Iterable[str]) -> Means:
-    """The means of the named scores, with their intervals, for each result."""
-    return {score: {result.name: result.estimate(score) for result in results} for score in names}
-
-
-def _table_row(score: str, means: Means) -> dict[str, str]:
+def _table_row(score: str, means: Mapping[str, Estimate]) -> dict[str, str]:
     label, form, _ = SHOWN_SCORES[score]
-    row = {tr("score"): tr(label)}
-    for name, mean in means[score].items():
-        row[tr(name)] = mean.text(form)
-    return row
+    return {tr("score"): tr(label)} | {tr(name): mean.text(form) for name, mean in means.items()}
 
 
 def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -> Table:
@@ -303,9 +286,12 @@ def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -
     Example:
         display.show_table(score_table(model.evaluator, {"tuned": model.ask(server)}))
     """
-    results = [evaluator.result(name, model_answers) for name, model_answers in answers.items()]
-    means = mean_scores(results, ("exact_match", "character_f1", "rouge_l", "stopped"))
-    return [_table_row(score, means) for score in means]
+    results = {name: evaluator.result(name, model_answers) for name, model_answers in answers.items()}
+    table = []
+    for score in ("exact_match", "character_f1", "rouge_l", "stopped"):
+        means = {name: result.estimate(score) for name, result in results.items()}
+        table.append(_table_row(score, means))
+    return table
 
 
 def _masked_text(value: Any) -> str:

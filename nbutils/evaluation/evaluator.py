@@ -109,7 +109,7 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         chosen = self.held_out[: self.size.rows or None]
-        form = training_format(self.tokenizer, chosen, self.thinking).value
+        form = training_format(self.tokenizer, chosen, self.thinking)
         self.renderer = Renderer(self.tokenizer, form, self.thinking)
         self.folder = self.run / FOLDER
         self.mode = THINKING_MODES[self.thinking]

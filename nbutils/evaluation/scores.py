@@ -88,13 +88,9 @@ def content(score: Score, answers: Sequence[str], references: Sequence[str]) -> 
     if not others:
         return contents
     for place, row in enumerate(circle):
-        answer = answers[row]
-        own = score(answer, references[row])
         next_rows = [*circle[place + 1 :], *circle]
-        against = 0.0
-        for lender in next_rows[:others]:
-            against += score(answer, references[lender])
-        contents[row] = own - against / others
+        lent = [score(answers[row], references[lender]) for lender in next_rows[:others]]
+        contents[row] = score(answers[row], references[row]) - sum(lent) / others
     return contents
 
 
