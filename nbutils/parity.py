@@ -31,7 +31,6 @@ MEASURED_TOKENS = 16  # of each row: the first ones of its reference answer
 LONGEST_TEXT = 512  # tokens, so that all texts fit any GPU as one batch
 KEPT_TOKENS = 256  # the likeliest ones at each position: half a megabyte for each model
 RESOLUTION = 1e-6  # a sum of float32 probabilities is not known better than this
-TOKENIZED_ROWS = 32  # that the tokenizers of training and merged folder must tokenize alike
 FAR_FROM_NOISE = 30  # times the noise: other kernels do not round that differently, so it must be another model
 NAMES = {  # of the forms of a model
     "base": "the base without the tuning",
@@ -57,23 +56,18 @@ class FixedSet:
 def fixed_set(evaluator: Evaluator) -> FixedSet:
     """Rows spread evenly over the held-out and the general ones; a text that is too long loses its beginning."""
     fixed = FixedSet([], [])
-    _add_texts(fixed, evaluator, HELD_OUT_ROWS)
-    _add_texts(fixed, evaluator.general(), GENERAL_ROWS)
-    return fixed
-
-
-def _add_texts(fixed: FixedSet, evaluator: Evaluator, count: int) -> None:
-    """Add `count` rows up to the first tokens of their reference."""
     longest = min(evaluator.limit, LONGEST_TEXT) - 1  # a server must generate at least one token more
-    stride = max(1, len(evaluator.rows) // count)
-    for row in evaluator.rows[::stride][:count]:
-        example = evaluator.renderer.encode(row)
-        answer_start = max(1, example.shared[-1])  # the first token of a text has nothing to be predicted from
-        text = list(example.ids[: answer_start + MEASURED_TOKENS])
-        measured = len(text) - answer_start
-        text = text[-longest:]
-        fixed.texts.append(text)
-        fixed.measured.append(min(measured, len(text) - 1))
+    for source, count in ((evaluator, HELD_OUT_ROWS), (evaluator.general(), GENERAL_ROWS)):
+        stride = max(1, len(source.rows) // count)
+        for row in source.rows[::stride][:count]:
+            example = source.renderer.encode(row)
+            answer_start = max(1, example.shared[-1])  # the first token of a text has nothing to be predicted from
+            text = list(example.ids[: answer_start + MEASURED_TOKENS])
+            measured = len(text) - answer_start
+            text = text[-longest:]
+            fixed.texts.append(text)
+            fixed.measured.append(min(measured, len(text) - 1))
+    return fixed
 
 
 @dataclass(frozen=True)
@@ -332,7 +326,7 @@ def prove(run: RunFolder, profile: Profile, placement: Placement, folder: Path) 
         print(proof)
     """
     evaluator = evaluation.open_evaluator(run, profile, folder)
-    require_same_tokens(run.adapter, folder, evaluator.rows[:TOKENIZED_ROWS])
+    require_same_tokens(run.adapter, folder, evaluator.rows)
     predictions = new_store(run.path, fixed_set(evaluator), files.stamp(folder) or {})
     if not placement.fits:
         return ParityReport(predictions)

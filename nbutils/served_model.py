@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbutils import display, evaluation, files, hardware, merging, parity, serving
+from nbutils import evaluation, files, hardware, merging, parity, serving
 from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
@@ -37,10 +37,6 @@ class ServerComparison:
 
     def __str__(self) -> str:
         return self.text
-
-    def show(self, rows: int = 4) -> None:
-        """The first rows of the table."""
-        display.show_table(self.table[:rows], tr("The server's answers"))
 
     def facts(self) -> Facts:
         """For facts.json."""
@@ -108,7 +104,6 @@ class ServedModel:
         if self.is_merged:
             agreement.require(evaluator.dtype)
         numbers = {
-            "folder": str(self.folder),
             "rows_left_out": evaluator.left_out,
             "identical_answers": {"count": agreement.identical, "total": agreement.total},
             "identical_prompts": {"count": agreement.same_prompts, "total": agreement.total},

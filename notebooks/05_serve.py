@@ -219,7 +219,9 @@ print(same_answers)
 # Read some of them yourself.
 
 # %%
-same_answers.show(rows=3)
+from nbutils import display
+
+display.show_table(same_answers.table[:3])
 
 # %% [markdown]
 # Equal answers can hide a changed model. So the probabilities are compared as well, at a few hundred positions that lesson 04 stored. The

@@ -138,20 +138,25 @@ def test_stop_ids_are_those_of_the_generation_config(tokenizer: Any, tmp_path: P
 def test_rows_that_would_lose_their_stop_token_are_left_out(bare: Any, tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"messages": one} for one in (SHORT, LONG, MIDDLE)]
     sizes = [len(chat.Renderer(tokenizer, "messages").encode(row).ids) for row in rows]
-    filtered = chat.filter_by_length(tokenizer, rows, sizes[2] - 1)  # the last row loses a line break at its end, no more
+    filtered = chat.filter_by_length(
+        tokenizer, rows, sizes[2] - 1
+    )  # the last row loses a line break at its end, no more
     assert filtered.too_long == {2: sizes[1]} and filtered.lengths == sizes[::2]
     assert filtered.longest == sizes[1] and filtered.facts()["rows_left_out"] == 1
     assert "1 of 3 rows are LEFT OUT" in str(filtered) and f"raise sft.max_length to {sizes[1]}" in str(filtered)
     filtered.write_too_long(tmp_path)
-    assert data.stored_rows(tmp_path / "too_long.jsonl") == [
-        {"row": 2, "tokens": sizes[1], "messages": LONG}
-    ]
-    assert "in 2 answers" in chat.check_contract(filtered) and not chat.filter_by_length(tokenizer, rows, sizes[1]).too_long
+    assert data.stored_rows(tmp_path / "too_long.jsonl") == [{"row": 2, "tokens": sizes[1], "messages": LONG}]
+    assert (
+        "in 2 answers" in chat.check_contract(filtered)
+        and not chat.filter_by_length(tokenizer, rows, sizes[1]).too_long
+    )
     with refused(f"longest has {sizes[1]} tokens."):
         chat.filter_by_length(tokenizer, rows, 4)
     several = with_template(bare, GLM, eos="<|endoftext|>")  # a row with several examples is left out whole
     rows = [{"messages": ONE}, {"messages": [*TWO[:3], LONG[1]]}]
-    filtered = chat.filter_by_length(several, rows, len(chat.Renderer(several, "prompt_completion").encode(rows[0]).ids))
+    filtered = chat.filter_by_length(
+        several, rows, len(chat.Renderer(several, "prompt_completion").encode(rows[0]).ids)
+    )
     assert [one.row for one in filtered.examples] == [1] and set(filtered.too_long) == {2}
 
 
@@ -292,7 +297,7 @@ def answered(text: str) -> str:
 
 @pytest.mark.parametrize(("template", "problem", "words"), [
     (answered(ANSWER.replace("<|im_end|>", "<|endoftext|>")), "no stop token closes", "only at <|im_end|>"),
-    (answered("{% generation %}{% endgeneration %}{{ m.content }}<|im_end|>"), "Put {% generation %}", "and not trained"),
+    (answered("{% generation %}{% endgeneration %}{{ m.content }}<|im_end|>"), "Put {% generation %}", "not trained"),
     (answered("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"), "around each answer", "<|im_end|>"),
     ("{% generation %}" + answered("{{ m.content }}<|im_end|>") + "{% endgeneration %}", "{% generation %}", "n 1,"),
     (answered(ANSWER.replace("<|im_end|>", "<|im_end|> Bye.")), "around each answer", "'B'"),

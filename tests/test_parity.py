@@ -180,7 +180,11 @@ def test_what_holds(tmp_path: Path, texts: FixedSet, store: Forms, given: dict[s
     forms = {name: store["base"] if by is None else shifted(tuned, by) for name, by in shifts.items()}
     forms |= {"vllm": shortened(forms["vllm"])} if "vllm" in forms else {}
     report = parity.ParityReport(kept(tmp_path, texts, {"base": store["base"]} | forms, {"onto": onto}))
-    judged = [line.reference for line in report.lines if line.other == "merged" and line.verdict in ("the same model", "FAILS")]
+    judged = [
+        line.reference
+        for line in report.lines
+        if line.other == "merged" and line.verdict in ("the same model", "FAILS")
+    ]
     assert report.holds is holds and judged in ([], ["4bit" if onto == "dequantized" else "full"])
     if not holds:
         with refused("Serve the folder that lesson 04 wrote. If the merged"):
@@ -219,7 +223,12 @@ def test_other_or_damaged_predictions_are_refused(tmp_path: Path, merged: Path, 
         with refused("No predictions of"):
             parity.load_predictions(tmp_path, merged)
     good = json.loads((kept_again() / "parity.json").read_text())
-    older = {"fixed": good["fixed"] | {"prompts": [[1]], "stops": [2]}, "positions": 9, "readings": {}, "gaps": {"x": {}}}
+    older = {
+        "fixed": good["fixed"] | {"prompts": [[1]], "stops": [2]},
+        "positions": 9,
+        "readings": {},
+        "gaps": {"x": {}},
+    }
     (tmp_path / "evaluation/parity.json").write_text(json.dumps(good | older))
     assert set(parity.load_predictions(tmp_path, merged).forms) == set(store)
     for wrong in (json.dumps(good | {"fixed": {}}), json.dumps(good | {"mark": "another"}), "{"):

@@ -43,7 +43,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from nbutils import chat, checkpoints, evaluation, files, hardware, lesson, platforms, processes, profiles, tracking
+from nbutils import checkpoints, evaluation, files, hardware, lesson, platforms, processes, profiles, tracking
 from nbutils.errors import CourseError
 from nbutils.plan import gpus
 from nbutils.training import model as lora

@@ -148,8 +148,8 @@ class Comparison:
         """Whether perplexity on the general rows surely rose above FORGOT_PERPLEXITY, or F1 fell below FORGOT_F1."""
         loss = self.general_tuned.change(self.general_base, "loss")
         f1 = self.general_tuned.change(self.general_base, "character_f1")
-        # the exponential of a difference of losses is the ratio of the perplexities; 50 keeps it finite
-        ratio = Estimate(*(math.exp(min(value, 50.0)) for value in (loss.mean, loss.low, loss.high)))
+        # the exponential of a difference of losses is the ratio of the perplexities
+        ratio = Estimate(_exp(loss.mean), _exp(loss.low), _exp(loss.high))
         answers_lost = f1.mean < FORGOT_F1 and f1.high < 0 and f1.p < 0.05
         if len(self.general_base.answers) < LEAST_GENERAL_ROWS:
             word = "unclear"
@@ -195,7 +195,7 @@ class Comparison:
 
     def plot(self, *names: str) -> None:
         """Draw a panel for each score with a dot and its interval for each model; also into evaluation/scores.png."""
-        figure, axes = display.pyplot().subplots(1, len(names), figsize=(8.4, 2.2), squeeze=False)
+        figure, axes = display.pyplot().subplots(1, len(names), figsize=(8.4, 2.2), squeeze=False, layout="constrained")
         for panel, score in zip(axes.flat, names, strict=True):
             for name, mean in self.means[score].items():
                 label = tr(name)
@@ -203,8 +203,6 @@ class Comparison:
                 panel.plot(label, mean.mean, "o", color=bar.get_color())
             panel.set_title(tr(SHOWN_SCORES[score].label), loc="left")
             panel.margins(x=0.4)
-            panel.grid(axis="y", alpha=0.25)
-        figure.tight_layout()
         display.show_figure(figure, self.page.with_name("scores.png"))
 
     def write_page(self, run: str) -> None:
@@ -215,7 +213,6 @@ class Comparison:
             "report.html",
             run=run,
             comparison=self,
-            evaluator=self.evaluator,
             worst=worst[:WORST_ROWS],
             alpha=f"{ALPHA:g}",
             level=f"{scores.LEVEL:.0%}",
@@ -244,8 +241,8 @@ class Comparison:
             "flags": verdict.flags,
             "scores": measured,
             "summary": self._summary(),
-            "perplexity": {result.name: result.perplexity for result in self.results},
-            "answers_by": dict.fromkeys(("base", "merged"), "generate"),
+            "perplexity": {result.name: _exp(result.mean("loss")) for result in self.results},
+            "answers_by": {"base": "generate", "merged": "generate"},
             "general": {
                 "verdict": self.forgetting.word,
                 "perplexity_ratio": asdict(self.forgetting.ratio),
@@ -267,12 +264,14 @@ class Comparison:
 
     def _summary(self) -> list[str]:
         """The lines for report.md of the run."""
-        lines = [self.verdict.outcome]
-        for row in self.table("exact_match", "content"):
-            lines.append(joined(f"{name} {value}" for name, value in row.items()))
-        lines += [f"[WARN] {flag}" for flag in self.verdict.flags]
-        lines.append(tr("all of it: [evaluation/report.html](evaluation/report.html)"))
-        return lines
+        warnings = [f"[WARN] {flag}" for flag in self.verdict.flags]
+        link = tr("all of it: [evaluation/report.html](evaluation/report.html)")
+        return [self.verdict.outcome, *warnings, link]
+
+
+def _exp(loss: float) -> float:
+    """The perplexity of a loss; 50 keeps that of a broken model finite."""
+    return math.exp(min(loss, 50.0))
 
 
 def _table_row(score: str, means: Mapping[str, Estimate]) -> dict[str, str]:

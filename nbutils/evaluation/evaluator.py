@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +30,7 @@ from nbutils.language import tr
 FOLDER = "evaluation"  # below the run
 LEAST_TOKENS = 32  # of an answer
 LONGER = 1.5  # times the longest reference
-THINKING_MODES = {None: "the template's default", False: "off (enable_thinking=False)", True: "on"}
+THINKING_MODES = {None: "the template's default", False: "off (enable_thinking=False)"}
 SHARES = ("exact_match", "stopped")  # scores that are 0 or 1 for each row
 Ask = Callable[[dict[int, Tokens]], Iterable[tuple[int, Answer]]]
 Table = list[dict[str, str]]  # for display
@@ -56,11 +55,6 @@ class Result:
     def mean(self, score: str) -> float:
         """The mean of a score."""
         return float(np.average(self.scores[score], weights=self.weights(score)))
-
-    @property
-    def perplexity(self) -> float:
-        """e to the loss; 50 keeps that of a broken model finite."""
-        return math.exp(min(self.mean("loss"), 50.0))
 
     def weights(self, score: str) -> list[int] | None:
         """The loss is weighted by tokens, so that its mean is that of the whole text."""
@@ -137,7 +131,7 @@ class Evaluator:
             print(warning)
         if not self.rows:
             raise CourseError(
-                tr("There is no evaluation row, or none that fits {limit:,} tokens.", limit=self.limit),
+                tr("No evaluation row fits {limit:,} tokens with its answer, or there is none.", limit=self.limit),
                 todo=tr(
                     "Run lesson 02 again, with more or shorter rows; or lower course.max_new_tokens (now "
                     "{new_tokens}), or raise vllm.max_model_len if that is the limit.",

@@ -64,8 +64,11 @@ def _measure(words: Sequence[str]) -> Metrics:
                     command=" ".join(words),
                     lines="\n".join(ended.stderr.strip().splitlines()[-12:]),
                 ),
-                allowed=tr("names from `lm-eval ls tasks`, or paths of task files, whose data this machine can reach"),
-                todo=tr("Correct LM_EVAL_TASKS or the network (HF_HUB_OFFLINE forbids it), or leave it empty."),
+                allowed=tr(
+                    "names from `lm-eval ls tasks`, or paths of task files, whose data this machine can reach "
+                    "(HF_HUB_OFFLINE forbids downloads)"
+                ),
+                todo=tr("Correct LM_EVAL_TASKS or the network, or leave it empty."),
             )
         metrics: Metrics = read_json(files[-1])["results"]
     return metrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -31,38 +32,32 @@ class Answer:
 
 
 def in_batches(
-    order: Sequence[int],
+    items: Sequence[Any],
     batch_size: int,
-    work: Callable[[Sequence[int]], list[Any]],
-) -> Iterator[tuple[int, Any]]:
-    """Results of `work` row by row; where GPU memory runs out, the batch is halved and the work goes on."""
+    work: Callable[[Sequence[Any]], list[Any]],
+    title: str = "",
+) -> Iterator[tuple[Any, Any]]:
+    """Each item with its result; where GPU memory runs out, the batch is halved and the work goes on.
+
+    Similar lengths should be neighbors, the longest first: then little is padded, and short memory shows at once.
+    """
     done = 0
-    while done < len(order):
-        batch = order[done : done + batch_size]
-        results: list[Any] = []
-        try:
-            results = work(batch)
-        except RuntimeError as problem:
-            if len(batch) == 1 or not hardware.out_of_memory(problem):
-                raise
-        if not results:
-            batch_size = len(batch) // 2
-            print(tr("out of memory with {count} rows at a time: going on with half of them", count=len(batch)))
-            hardware.free_memory()  # out here, where the failed call's tensors are no longer held by its error
-        yield from zip(batch, results, strict=False)
-        done += len(results)
-
-
-def longest_first(
-    lengths: Mapping[int, int],
-    batch_size: int,
-    work: Callable[[Sequence[int]], list[Any]],
-    title: str,
-) -> Iterator[tuple[int, Any]]:
-    """Results for numbered texts of these lengths, in batches of similar ones: if memory is short, it shows at once."""
-    order = sorted(lengths, key=lengths.__getitem__, reverse=True)
-    results = in_batches(order, batch_size, work)
-    yield from tqdm(results, total=len(order), desc=title, unit=tr("row"))
+    with tqdm(total=len(items), desc=title, unit=tr("row"), disable=not title) as progress:
+        while done < len(items):
+            batch = items[done : done + batch_size]
+            results: list[Any] = []
+            try:
+                results = work(batch)
+            except RuntimeError as problem:
+                if len(batch) == 1 or not hardware.out_of_memory(problem):
+                    raise
+            if not results:
+                batch_size = len(batch) // 2
+                print(tr("out of memory with {count} rows at a time: going on with half of them", count=len(batch)))
+                hardware.free_memory()  # out here, where the failed call's tensors are no longer held by its error
+            done += len(results)
+            progress.update(len(results))
+            yield from zip(batch, results, strict=False)
 
 
 def padded(texts: Sequence[Tokens], pad: int, device: Any) -> tuple[Any, Any, Any]:
@@ -110,12 +105,12 @@ def answer_prompts(
     """Answers to numbered prompts as they come."""
     stops = sorted(find_stop_ids(tokenizer, model.generation_config))
 
-    def generate(batch: Sequence[int]) -> list[Tokens]:
-        texts = [prompts[number] for number in batch]
-        return decode_on_gpu(model, texts, max_new_tokens, stops) or generate_ids(model, texts, max_new_tokens, stops)
+    def generate(numbers: Sequence[int]) -> list[Tokens]:
+        batch = [prompts[number] for number in numbers]
+        return decode_on_gpu(model, batch, max_new_tokens, stops) or generate_ids(model, batch, max_new_tokens, stops)
 
-    lengths = {number: len(prompt) for number, prompt in prompts.items()}
-    for number, generated in longest_first(lengths, batch_size, generate, tr("answers")):
+    order = sorted(prompts, key=lambda number: len(prompts[number]), reverse=True)
+    for number, generated in in_batches(order, batch_size, generate, tr("answers")):
         end = next((at for at, token in enumerate(generated) if token in stops), len(generated))
         ids = generated[: end + 1]
         text = tokenizer.decode(ids, skip_special_tokens=True)
@@ -217,16 +212,12 @@ def row_losses(model: Any, examples: Sequence[Example], batch_size: int) -> list
     positions = max(map(loss_positions, examples))
     logits = positions * model.config.get_text_config().vocab_size
     most = max(1, MAX_LOGITS // logits)
-
-    def losses(batch: Sequence[int]) -> list[RowLoss]:
-        return example_losses(model, [examples[number] for number in batch])
-
-    lengths = {number: len(example.ids) for number, example in enumerate(examples)}
     rows = [(0.0, 0)] * examples[-1].row
-    for number, (loss, trained) in longest_first(lengths, min(batch_size, most), losses, tr("losses")):
-        row = examples[number].row - 1
-        total, tokens = rows[row]
-        rows[row] = (total + loss, tokens + trained)
+    order = sorted(examples, key=lambda example: len(example.ids), reverse=True)
+    losses = in_batches(order, min(batch_size, most), partial(example_losses, model), tr("losses"))
+    for example, (loss, trained) in losses:
+        total, tokens = rows[example.row - 1]
+        rows[example.row - 1] = (total + loss, tokens + trained)
     return rows
 
 
