@@ -13,7 +13,7 @@ import re
 import unicodedata
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from operator import attrgetter
 from os import PathLike
@@ -34,7 +34,6 @@ Messages = list[Message]
 Tools = list[dict[str, Any]] | None
 Row = dict[str, Any]  # {"messages": [...]}, and "tools" where the row has some
 BATCH = 256  # conversations tokenized together
-TOO_LONG = "too_long.jsonl"
 IGNORED = -100  # the label of a token without loss
 QUESTION: Message = {"role": "user", "content": "a question"}  # a plain conversation to try templates with
 ANSWER: Message = {"role": "assistant", "content": "an answer"}
@@ -317,16 +316,16 @@ def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
     return all(example.shared == example.prompt_lengths for example in skipping.encode_all(rows))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FilteredRows:
     """All rows, which of them are too long, and the examples of the others."""
 
     max_length: int
-    rows: Sequence[Row] = field(repr=False)
+    rows: Sequence[Row]
     too_long: dict[int, int]  # tokens of each row that is left out, by its number (from 1)
     longest: int
-    renderer: Renderer = field(repr=False)
-    examples: list[Example] = field(repr=False)
+    renderer: Renderer
+    examples: list[Example]
 
     @property
     def lengths(self) -> list[int]:
@@ -369,9 +368,10 @@ class FilteredRows:
         """Write the rows that are left out, with their numbers, to too_long.jsonl; the file may be empty."""
         lines = []
         for number, tokens in self.too_long.items():
-            entry = {"row": number, "tokens": tokens} | self.rows[number - 1]
+            entry = {"row": number, "tokens": tokens}
+            entry |= self.rows[number - 1]
             lines.append(json.dumps(entry, ensure_ascii=False) + "\n")
-        write_text(folder / TOO_LONG, "".join(lines))
+        write_text(folder / "too_long.jsonl", "".join(lines))
 
 
 def filter_by_length(

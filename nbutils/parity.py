@@ -65,8 +65,9 @@ def fixed_set(evaluator: Evaluator) -> FixedSet:
             text = list(example.ids[: answer_start + MEASURED_TOKENS])
             measured = len(text) - answer_start
             text = text[-longest:]
+            measured = min(measured, len(text) - 1)
             fixed.texts.append(text)
-            fixed.measured.append(min(measured, len(text) - 1))
+            fixed.measured.append(measured)
     return fixed
 
 
@@ -87,9 +88,13 @@ def measure(model: Any, fixed: FixedSet, batch_size: int = HELD_OUT_ROWS + GENER
     def predict(batch: Sequence[int]) -> list[Any]:
         counts = [fixed.measured[row] for row in batch]
         texts = [fixed.texts[row][:-1] for row in batch]  # the last token is predicted, not read
+        likeliest = []
         with torch.inference_mode():
             logits = end_logits(model, texts, max(counts))
-            return [logits[row, -count:].float().log_softmax(-1).topk(KEPT_TOKENS) for row, count in enumerate(counts)]
+            for row, count in enumerate(counts):
+                log_probs = logits[row, -count:].float().log_softmax(-1)
+                likeliest.append(log_probs.topk(KEPT_TOKENS))
+        return likeliest
 
     likeliest = [top for _, top in in_batches(range(len(fixed.texts)), batch_size, predict)]
     log_probs = torch.cat([top.values for top in likeliest]).cpu()

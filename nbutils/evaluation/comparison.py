@@ -58,11 +58,16 @@ class Verdict:
     flags: list[str]  # what else looks wrong
     outcome: str  # the word, together with that on general knowledge
 
+    @property
+    def warnings(self) -> list[str]:
+        """The flags as lines."""
+        return [f"[WARN] {flag}" for flag in self.flags]
+
     def __str__(self) -> str:
         lines = [tr("VERDICT: {word}", word=self.outcome), self.why]
         if self.todo:
             lines.append(tr("To do: {todo}", todo=self.todo))
-        lines += [f"[WARN] {flag}" for flag in self.flags]
+        lines += self.warnings
         return "\n".join(part for line in lines for part in display.wrap(line))
 
 
@@ -112,6 +117,7 @@ class Comparison:
     @cached_property
     def verdict(self) -> Verdict:
         """Whether the tuning helped; `_case` says when."""
+        rows = len(self.tuned.answers)
         deciding = []
         for score in DECIDING:
             change = self.changes[score]
@@ -119,14 +125,15 @@ class Comparison:
         texts = TEXTS["cases"][self._case()]
         why = tr(
             texts["why"],
-            rows=len(self.base.answers),
+            rows=rows,
             before=round(sum(self.base.scores["exact_match"])),
             after=round(sum(self.tuned.scores["exact_match"])),
             content=joined(deciding, ";"),
         )
-        rows = len(self.tuned.answers)
+        flags = []
         cut = sum(not answer.stopped for answer in self.tuned.answers)
-        flags = [tr(TEXTS["cut_off"], count=cut, rows=rows)] if cut > rows / 10 else []
+        if cut > rows / 10:
+            flags.append(tr(TEXTS["cut_off"], count=cut, rows=rows))
         outcome = record.outcome(texts["word"], self.forgetting.word)
         return Verdict(texts["word"], why, tr(texts["todo"]), flags, outcome)
 
@@ -195,7 +202,12 @@ class Comparison:
 
     def plot(self, *names: str) -> None:
         """Draw a panel for each score with a dot and its interval for each model; also into evaluation/scores.png."""
-        figure, axes = display.pyplot().subplots(1, len(names), figsize=(8.4, 2.2), squeeze=False, layout="constrained")
+        figure, axes = display.pyplot().subplots(
+            ncols=len(names),
+            figsize=(8.4, 2.2),
+            squeeze=False,
+            layout="constrained",
+        )
         for panel, score in zip(axes.flat, names, strict=True):
             for name, mean in self.means[score].items():
                 label = tr(name)
@@ -221,7 +233,6 @@ class Comparison:
             answer=scores.without_thinking,
             language=language(),
         )
-        page = page.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate in an answer becomes "?"
         files.write_text(self.page, page + "\n")
 
     def facts(self) -> Facts:
@@ -229,6 +240,7 @@ class Comparison:
         rows = len(self.base.answers)
         left_out = self.evaluator.left_out
         verdict = self.verdict
+        link = tr("all of it: [evaluation/report.html](evaluation/report.html)")
         measured = {}
         for score, means in self.means.items():
             measured[score] = {name: asdict(mean) for name, mean in means.items()}
@@ -240,7 +252,7 @@ class Comparison:
             "todo": verdict.todo,
             "flags": verdict.flags,
             "scores": measured,
-            "summary": self._summary(),
+            "summary": [verdict.outcome, *verdict.warnings, link],
             "perplexity": {result.name: _exp(result.mean("loss")) for result in self.results},
             "answers_by": {"base": "generate", "merged": "generate"},
             "general": {
@@ -262,12 +274,6 @@ class Comparison:
             "evaluation": evaluation,
         }
 
-    def _summary(self) -> list[str]:
-        """The lines for report.md of the run."""
-        warnings = [f"[WARN] {flag}" for flag in self.verdict.flags]
-        link = tr("all of it: [evaluation/report.html](evaluation/report.html)")
-        return [self.verdict.outcome, *warnings, link]
-
 
 def _exp(loss: float) -> float:
     """The perplexity of a loss; 50 keeps that of a broken model finite."""
@@ -285,10 +291,15 @@ def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -
     Example:
         display.show_table(score_table(model.evaluator, {"tuned": model.ask(server)}))
     """
-    results = {name: evaluator.result(name, model_answers) for name, model_answers in answers.items()}
+    results = [evaluator.result(name, model_answers) for name, model_answers in answers.items()]
     table = []
-    for score in ("exact_match", "character_f1", "rouge_l", "stopped"):
-        means = {name: result.estimate(score) for name, result in results.items()}
+    for score in (
+        "exact_match",
+        "character_f1",
+        "rouge_l",
+        "stopped",
+    ):
+        means = {result.name: result.estimate(score) for result in results}
         table.append(_table_row(score, means))
     return table
 
@@ -357,6 +368,9 @@ def stored_answers(run: RunFolder, profile: Profile, folder: Path, rows: int = 0
     evaluator = open_evaluator(run, profile, folder)
     stored = evaluator.stored_answers("merged", files.stamp(folder), folder)
     if rows:
-        evaluator = replace(evaluator, size=replace(evaluator.size, rows=rows))
+        size = replace(evaluator.size, rows=rows)
+        evaluator = replace(evaluator, size=size)
     asked = len(evaluator.rows)
-    return evaluator, stored[:asked] if asked <= len(stored) else []
+    if asked > len(stored):
+        return evaluator, []
+    return evaluator, stored[:asked]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -108,15 +107,17 @@ class Evaluator:
         self.folder = self.run / FOLDER
         self.mode = THINKING_MODES[self.thinking]
         self.rows: list[Row] = []
+        self.questions: list[list[Message]] = []
         self.prompts: list[Tokens] = []
         for row in chosen:
-            prompt = self.renderer.prompt(row["messages"][:-1], row.get("tools"))
+            question = row["messages"][:-1]
+            prompt = self.renderer.prompt(question, row.get("tools"))
             if len(prompt) + self.size.max_new_tokens <= self.limit:
                 self.rows.append(row)
+                self.questions.append(question)
                 self.prompts.append(prompt)
         self.left_out = len(chosen) - len(self.rows)
         self._report_left_out()
-        self.questions: list[list[Message]] = [row["messages"][:-1] for row in self.rows]
         self.max_new_tokens = self._answer_tokens()
         self.references = [reference_of(self.renderer, row) for row in self.rows]
 
@@ -184,16 +185,21 @@ class Evaluator:
         """The scores of answers to these rows, whoever gave them."""
         tagged = self.with_think_tag(answers)
         scored = score_answers(tagged, self.references)
-        scored["loss"] = [total / tokens for total, tokens in losses]
+        scored["loss"] = []
+        for total, tokens in losses:
+            scored["loss"].append(total / tokens)
         return Result(self, name, tagged, scored, losses)
 
     def stored_answers(self, name: str, fingerprint: Any, folder: Path) -> list[Answer]:
         """The stored answers of a folder's model to these very rows, without loading it; none if one is missing."""
-        decided_by = self._decided_by(fingerprint, stops=self._stops(folder))
-        answers = read_answers(self._answers_file(name), decided_by, self.prompts)
+        answers = read_answers(
+            self._answers_file(name),
+            self._decided_by(fingerprint, stops=self._stops(folder)),
+            self.prompts,
+        )
         if len(answers) < len(self.prompts):
             return []
-        return [answers[row] for row in range(len(self.prompts))]
+        return [answers[row] for row in sorted(answers)]
 
     def _decided_by(self, fingerprint: Any, **more: Any) -> Facts:
         return {
@@ -214,7 +220,11 @@ class Evaluator:
         ending = self.tokenizer.decode(self.prompts[0][-12:])  # that of every prompt
         if not ending.rstrip().endswith("<think>"):
             return list(answers)
-        return [replace(answer, text=f"<think>{answer.text}") for answer in answers]
+        tagged = []
+        for answer in answers:
+            text = f"<think>{answer.text}"
+            tagged.append(replace(answer, text=text))
+        return tagged
 
     def table(self, columns: Mapping[str, Sequence[str]], rows: int = 6) -> Table:
         """For display: question, reference, and each model's answer with a tick or a cross; private data masked."""
@@ -297,16 +307,15 @@ def complete_answers(file: Path, decided_by: Facts, prompts: list[Tokens], ask: 
     """The answers in order: those the file has already, and the missing ones from `ask`, written as they come."""
     answers = read_answers(file, decided_by, prompts)
     missing = {row: prompt for row, prompt in enumerate(prompts) if row not in answers}
-    if missing:
-        lines = [_header(decided_by, prompts)]
-        lines += [_line(row, answer) for row, answer in answers.items()]
-        write_text(file, "\n".join(lines) + "\n")  # so that a line torn by a kill is gone
-        with open(file, "a", encoding="utf-8", newline="\n") as out:
-            for row, answer in ask(missing):
-                answers[row] = answer
-                out.write(f"{_line(row, answer)}\n")
-                out.flush()
-            os.fsync(out.fileno())
+    if not answers:
+        header = _header(decided_by, prompts)
+        write_text(file, f"{header}\n")
+    with open(file, "a", encoding="utf-8", newline="\n") as out:
+        out.write("\n")  # a kill may have torn the last line
+        for row, answer in ask(missing):
+            answers[row] = answer
+            out.write(f"{_line(row, answer)}\n")
+            out.flush()
     return [answers[row] for row in range(len(prompts))]
 
 

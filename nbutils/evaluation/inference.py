@@ -42,7 +42,7 @@ def in_batches(
     Similar lengths should be neighbors, the longest first: then little is padded, and short memory shows at once.
     """
     done = 0
-    with tqdm(total=len(items), desc=title, unit=tr("row"), disable=not title) as progress:
+    with tqdm(total=len(items), desc=title, unit=tr("row"), disable=not title or not items) as progress:
         while done < len(items):
             batch = items[done : done + batch_size]
             results: list[Any] = []
@@ -67,9 +67,14 @@ def padded(texts: Sequence[Tokens], pad: int, device: Any) -> tuple[Any, Any, An
 
     rows = [torch.tensor(text) for text in texts]
     ones = [torch.ones_like(row) for row in rows]
-    ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left").to(device)
-    mask = pad_sequence(ones, batch_first=True, padding_side="left").to(device)
-    return ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+    mask = pad_sequence(ones, batch_first=True, padding_side="left")
+    positions = mask.cumsum(-1) - 1
+    return (
+        ids.to(device),
+        mask.to(device),
+        positions.clamp(min=0).to(device),
+    )
 
 
 def answer_rows(model: Any, tokenizer: Any, rows: Sequence[Row], max_new_tokens: int = 128) -> list[str]:
@@ -107,7 +112,8 @@ def answer_prompts(
 
     def generate(numbers: Sequence[int]) -> list[Tokens]:
         batch = [prompts[number] for number in numbers]
-        return decode_on_gpu(model, batch, max_new_tokens, stops) or generate_ids(model, batch, max_new_tokens, stops)
+        decoded = decode_on_gpu(model, batch, max_new_tokens, stops)
+        return decoded or generate_ids(model, batch, max_new_tokens, stops)
 
     order = sorted(prompts, key=lambda number: len(prompts[number]), reverse=True)
     for number, generated in in_batches(order, batch_size, generate, tr("answers")):
@@ -213,11 +219,16 @@ def row_losses(model: Any, examples: Sequence[Example], batch_size: int) -> list
     logits = positions * model.config.get_text_config().vocab_size
     most = max(1, MAX_LOGITS // logits)
     rows = [(0.0, 0)] * examples[-1].row
-    order = sorted(examples, key=lambda example: len(example.ids), reverse=True)
-    losses = in_batches(order, min(batch_size, most), partial(example_losses, model), tr("losses"))
+    losses = in_batches(
+        sorted(examples, key=lambda example: len(example.ids), reverse=True),
+        min(batch_size, most),
+        partial(example_losses, model),
+        tr("losses"),
+    )
     for example, (loss, trained) in losses:
-        total, tokens = rows[example.row - 1]
-        rows[example.row - 1] = (total + loss, tokens + trained)
+        row = example.row - 1
+        total, tokens = rows[row]
+        rows[row] = (total + loss, tokens + trained)
     return rows
 
 
@@ -233,15 +244,21 @@ def example_losses(model: Any, examples: Sequence[Example]) -> list[RowLoss]:
 
     losses = []
     with torch.inference_mode():
+        counts = [loss_positions(example) for example in examples]
         texts = [list(example.ids) for example in examples]
-        logits = end_logits(model, [text[:-1] for text in texts], max(map(loss_positions, examples)))
-        for row, example in enumerate(examples):
-            count = loss_positions(example)
+        logits = end_logits(
+            model,
+            [text[:-1] for text in texts],
+            max(counts),
+        )
+        for row, count in enumerate(counts):
             predicted = logits[row, -count:].float()  # by row: a batch of float32 would double the memory
             expected = torch.tensor(texts[row][-count:], device=model.device)
-            trained = torch.tensor(list(example.trained[-count:]), device=model.device)
-            loss = torch.nn.functional.cross_entropy(predicted, expected, reduction="none")
-            losses.append((float((loss * trained).sum()), int(trained.sum())))
+            by_token = torch.nn.functional.cross_entropy(predicted, expected, reduction="none")
+            mask = examples[row].trained[-count:]
+            trained = torch.tensor(list(mask), device=model.device)
+            loss = (by_token * trained).sum()
+            losses.append((float(loss), mask.count(1)))
     return losses
 
 

@@ -88,9 +88,13 @@ def content(score: Score, answers: Sequence[str], references: Sequence[str]) -> 
     if not others:
         return contents
     for place, row in enumerate(circle):
+        answer = answers[row]
         next_rows = [*circle[place + 1 :], *circle]
-        lent = [score(answers[row], references[lender]) for lender in next_rows[:others]]
-        contents[row] = score(answers[row], references[row]) - sum(lent) / others
+        against = 0.0
+        for lender in next_rows[:others]:
+            against += score(answer, references[lender])
+        own = score(answer, references[row])
+        contents[row] = own - against / others
     return contents
 
 
@@ -186,6 +190,12 @@ def paired_share_difference(before: Sequence[float], after: Sequence[float]) -> 
     up = (risen + 1) / rows
     down = (fallen + 1) / rows
     middle = up - down
-    margin = float(norm.ppf((1 + LEVEL) / 2)) * math.sqrt((up + down - middle**2) / rows)
-    mean = float(change.mean())
-    return Difference(mean, max(-1.0, middle - margin), min(1.0, middle + margin), p, "exact McNemar")
+    error = math.sqrt((up + down - middle**2) / rows)
+    margin = float(norm.ppf((1 + LEVEL) / 2)) * error
+    return Difference(
+        mean=float(change.mean()),
+        low=max(-1.0, middle - margin),
+        high=min(1.0, middle + margin),
+        p=p,
+        test="exact McNemar",
+    )
