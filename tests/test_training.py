@@ -893,7 +893,7 @@ def start(lesson: Any, steps: int, every: int = 2, held_out: int = 3, **settings
     """Trainer and callback of lesson 03, ready to train; they save and validate every second step."""
     settings = {"save_steps": every, "max_steps": steps, "logging_steps": 1} | settings
     trainer = build(lesson.scratch, rows(count=held_out), **settings)
-    dataset: Any = SimpleNamespace(report=SimpleNamespace(trained=5))
+    dataset: Any = SimpleNamespace(trained_tokens=5)
     callback = run.CourseCallback(dataset, lesson.profile, run=lesson.run, folders=lesson.folders, started=0.0)
     trainer.add_callback(callback)
     assert callback.prepare(trainer)
