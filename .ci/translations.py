@@ -113,8 +113,7 @@ def texts_in_data() -> set[str]:
     texts |= {"loss", "validation", "peak", "cost", "time left"}  # the numbers of a training
     judged = comparison.TEXTS
     texts |= {text for case in judged["cases"].values() for text in case.values() if text}
-    texts |= {judged["few_rows"], judged["cut_off"]}
-    texts |= {*judged["forgetting"], *judged["forgetting"].values()}
+    texts |= {judged["cut_off"], *judged["forgetting"], *judged["forgetting"].values()}
     texts |= {text for label, _, about in judged["scores"].values() for text in (label, about)} - {"ROUGE-L"}
     texts |= {*evaluator.THINKING_MODES.values(), "base", "merged", "tuned", "merged (lesson 04)"}
     texts |= {f"{dtype}, {comparison.IN_4_BITS}" for dtype in hardware.DTYPES}

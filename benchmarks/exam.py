@@ -49,12 +49,12 @@ def answers(model: Any, tokenizer: Any, prompts: list[list[int]], batch: int) ->
     return {"tokens_per_second": round(len(prompts) * NEW_TOKENS / seconds, 1), "gib": peak}
 
 
-def plain_losses(model: Any, texts: list[losses.Encoded]) -> None:
+def plain_losses(model: Any, texts: list[chat.Example]) -> None:
     """All logits of a batch at once, as a trainer's evaluation makes them."""
     for first in range(0, len(texts), BATCH):
         batch = texts[first : first + BATCH]
         width = max(len(text.ids) for text in batch)
-        ids = torch.tensor([text.ids + [0] * (width - len(text.ids)) for text in batch], device=model.device)
+        ids = torch.tensor([list(text.ids) + [0] * (width - len(text.ids)) for text in batch], device=model.device)
         with torch.inference_mode():
             logits = model(input_ids=ids, use_cache=False).logits.float()
             torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -68,9 +68,9 @@ def main(folder: str, count: int) -> None:
     with open(files.SAMPLES / "eval.jsonl", encoding="utf-8") as file:
         sample = [json.loads(line) for line in file]
     rows = [sample[number % len(sample)] for number in range(count)]
-    renderer = chat.Renderer(tokenizer, chat.training_format(tokenizer, rows).value)
+    renderer = chat.Renderer(tokenizer, chat.training_format(tokenizer, rows))
     prompts = [renderer.prompt(row["messages"][:-1]) for row in rows]
-    texts = losses.encode_rows(renderer, rows)
+    texts = renderer.encode_all(rows)
     answers(model, tokenizer, prompts[:BATCH], BATCH)  # warm
     few = prompts[: max(4, count // 16)]
     alone, together = answers(model, tokenizer, few, 1), answers(model, tokenizer, prompts, BATCH)

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from nbutils import files, hardware, merging, parity, serving
+from nbutils import files, hardware, merging, parity, served_model, serving
 
 RESULTS = Path(__file__).resolve().parent / "results"
 STRENGTHS = (1.0, 0.3, 0.1)
@@ -64,8 +64,8 @@ def judged(predictions: parity.PredictionStore, merged: Path, dtype: str) -> dic
 def verdict(predictions: parity.PredictionStore, name: str) -> dict[str, Any]:
     """The line of the report that judges this reading."""
     report = parity.ParityReport(predictions)
-    line = next(one for one in report.lines if one.other == name and one.judged)
-    return {**asdict(line.gap), "noise": report.noise, "holds": not line.failure}
+    line = next(line for line in report.lines if line.other == name and line.verdict in (parity.SAME, parity.FAILS))
+    return {**asdict(line.gap), "noise": report.noise, "holds": line.verdict == parity.SAME}
 
 
 def served(predictions: parity.PredictionStore, merged: Path, dtype: str, log: Path) -> dict[str, Any]:
@@ -76,7 +76,8 @@ def served(predictions: parity.PredictionStore, merged: Path, dtype: str, log: P
     flags |= {"served-model-name": "course", "dtype": dtype, "max-model-len": 1024}
     environment = serving.ensure_environment(str(hardware.engine(gpu).value))
     with serving.Server(merged, environment, flags=flags, log=log) as server:
-        predictions.add("vllm", parity.measure_server(server.client(), server.model_name, predictions.fixed))
+        measured = served_model.measure_server(server.client(), server.model_name, predictions.fixed)
+        predictions.add("vllm", measured)
     return verdict(predictions, "vllm")
 
 

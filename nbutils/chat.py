@@ -12,19 +12,18 @@ import json
 import re
 import unicodedata
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from operator import attrgetter
 from os import PathLike
 from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nbutils import display, distributed
+from nbutils import display
 from nbutils.errors import CourseError
 from nbutils.files import write_text
-from nbutils.hardware import Choice, keep_4bit_layout
 from nbutils.language import tr
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ Messages = list[Message]
 Tools = list[dict[str, Any]] | None
 Row = dict[str, Any]  # {"messages": [...]}, and "tools" where the row has some
 BATCH = 256  # conversations tokenized together
-TOO_LONG = "too_long.jsonl"
 IGNORED = -100  # the label of a token without loss
 QUESTION: Message = {"role": "user", "content": "a question"}  # a plain conversation to try templates with
 ANSWER: Message = {"role": "assistant", "content": "an answer"}
@@ -140,7 +138,6 @@ class Renderer:
         self.stops = find_stop_ids(tokenizer) if stop_ids is None else set(stop_ids)
         self._template_options = {} if thinking is None else {"enable_thinking": thinking}
         self._special = set(tokenizer.get_added_vocab().values())
-        self._blank_cache: dict[int, bool] = {}
 
     def encode_all(self, rows: Sequence[Row]) -> list[Example]:
         """All examples of all rows, each rendered once."""
@@ -162,11 +159,10 @@ class Renderer:
         """What a server tokenizes before it answers."""
         return self._prompts([messages], tools)[0]
 
-    def is_blank(self, token: int) -> bool:
-        """Whether a token is white space only."""
-        if token not in self._blank_cache:
-            self._blank_cache[token] = not self.tokenizer.decode([token]).strip()
-        return self._blank_cache[token]
+    @cached_property
+    def is_blank(self) -> Callable[[int], bool]:
+        """Whether a token is white space only; each is looked at once."""
+        return cache(lambda token: not self.tokenizer.decode([token]).strip())
 
     def stop_position(self, ids: Sequence[int], start: int, end: int) -> int:
         """The position of the first stop token from `start` up to `end`; `end` if there is none."""
@@ -193,11 +189,6 @@ class Renderer:
             messages = row["messages"]
             tools = row.get("tools") or None
             turns = answer_turns(row)
-            if not turns or turns[0] == 0:
-                raise CourseError(
-                    tr("Row {row}: it has no answer to a question.", row=number),
-                    todo=tr("Prepare the rows with lesson 02."),
-                )
             if self.form == "messages":
                 yield Conversation(number, messages, tools, turns)
                 continue
@@ -235,7 +226,7 @@ class Renderer:
         masks = rendered.get("assistant_masks") or itertools.repeat(None)
         examples = []
         for conversation, ids, mask in zip(batch, rendered["input_ids"], masks, strict=False):
-            own_prompts = list(itertools.islice(prompts, len(conversation.turns)))
+            own_prompts = [next(prompts) for _ in conversation.turns]
             examples.append(self._example(conversation, ids + added_stop, mask, own_prompts))
         return examples
 
@@ -280,7 +271,7 @@ class Renderer:
                 trained[position] = 0
 
 
-def training_format(tokenizer: Any, rows: Sequence[Row] = (), thinking: bool | None = None) -> Choice:
+def training_format(tokenizer: Any, rows: Sequence[Row] = (), thinking: bool | None = None) -> str:
     """`messages`, whole conversations, if servers see the same text; else `prompt_completion`, each answer alone."""
     multi_turn = any(len(answer_turns(row)) > 1 for row in rows)
     probes = [ANSWER]
@@ -289,9 +280,8 @@ def training_format(tokenizer: Any, rows: Sequence[Row] = (), thinking: bool | N
     if _training_template(tokenizer) is not None:
         renderer = Renderer(tokenizer, "messages", thinking)
         if all(_marks_answers(renderer, probe, multi_turn) for probe in probes):
-            return Choice("messages", tr("the training template marks the answers"))
-    reason = tr("no template marks its answers as servers see them, so each answer is an example of its own")
-    return Choice("prompt_completion", reason)
+            return "messages"
+    return "prompt_completion"
 
 
 def _marks_answers(renderer: Renderer, answer: Message, multi_turn: bool) -> bool:
@@ -318,7 +308,7 @@ def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
     """Whether enable_thinking=False changes the prompt, and the texts of these rows begin with such prompts too."""
     if rows_think(rows):
         return False
-    form = training_format(tokenizer, rows).value
+    form = training_format(tokenizer, rows)
     thinking = Renderer(tokenizer, form, thinking=True)
     skipping = Renderer(tokenizer, form, thinking=False)
     if thinking.prompt([QUESTION]) == skipping.prompt([QUESTION]):
@@ -326,26 +316,35 @@ def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
     return all(example.shared == example.prompt_lengths for example in skipping.encode_all(rows))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FilteredRows:
     """All rows, which of them are too long, and the examples of the others."""
 
-    form: Choice
     max_length: int
-    rows: Sequence[Row] = field(repr=False)
+    rows: Sequence[Row]
     too_long: dict[int, int]  # tokens of each row that is left out, by its number (from 1)
     longest: int
-    renderer: Renderer = field(repr=False)
-    examples: list[Example] = field(repr=False)
+    renderer: Renderer
+    examples: list[Example]
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each example that is trained."""
         return [len(example.ids) for example in self.examples]
 
+    @property
+    def trained_tokens(self) -> int:
+        """How many tokens have loss."""
+        return sum(example.trained.count(1) for example in self.examples)
+
     def facts(self) -> dict[str, Any]:
         """What goes into facts.json."""
-        return {"longest_row_tokens": self.longest, "rows_too_long": len(self.too_long)}
+        return {
+            "form": self.renderer.form,
+            "examples": len(self.examples),
+            "trained_tokens": self.trained_tokens,
+            "rows_left_out": len(self.too_long),
+        }
 
     def __str__(self) -> str:
         if not self.too_long:
@@ -369,10 +368,10 @@ class FilteredRows:
         """Write the rows that are left out, with their numbers, to too_long.jsonl; the file may be empty."""
         lines = []
         for number, tokens in self.too_long.items():
-            entry = {"row": number, "tokens": tokens, "cut": tokens - self.max_length}
+            entry = {"row": number, "tokens": tokens}
             entry |= self.rows[number - 1]
             lines.append(json.dumps(entry, ensure_ascii=False) + "\n")
-        write_text(folder / TOO_LONG, "".join(lines))
+        write_text(folder / "too_long.jsonl", "".join(lines))
 
 
 def filter_by_length(
@@ -383,10 +382,7 @@ def filter_by_length(
     Example:
         filtered = chat.filter_by_length(tokenizer, rows, 1024, stop_ids=chat.find_stop_ids(tokenizer, model_folder))
     """
-    if not rows:
-        raise CourseError(tr("There are no rows to render."), todo=tr("Run lesson 02 first."))
-    form = training_format(tokenizer, rows)
-    renderer = Renderer(tokenizer, form.value, stop_ids=stop_ids)
+    renderer = Renderer(tokenizer, training_format(tokenizer, rows), stop_ids=stop_ids)
     examples = renderer.encode_all(rows)
     longest = max(len(example.ids) for example in examples)
     too_long: dict[int, int] = {}
@@ -409,54 +405,38 @@ def filter_by_length(
             ),
         )
     kept = [example for example in examples if example.row not in too_long]
-    return FilteredRows(form, max_length, rows, too_long=too_long, longest=longest, renderer=renderer, examples=kept)
+    return FilteredRows(max_length, rows, too_long, longest=longest, renderer=renderer, examples=kept)
 
 
-@dataclass(frozen=True)
-class ContractReport:
-    """What the check counted. An example is one text for the trainer: a row, or one of its answers."""
-
-    form: Choice
-    examples: int
-    answers: int
-    tokens: int
-    trained: int  # tokens
-    stops: str  # the tokens that the answers end with
-
-    def __str__(self) -> str:
-        return tr(
-            "format   {form}: {reason}\n"
-            "trained  {trained} of {tokens} tokens ({share}), in {answers} answers\n"
-            "stop     every answer ends with {stops}, and generation stops there",
-            form=self.form.value,
-            reason=self.form.reason,
-            trained=self.trained,
-            tokens=self.tokens,
-            share=f"{self.trained / self.tokens:.0%}",
-            answers=self.answers,
-            stops=self.stops,
-        )
-
-
-def check_contract(filtered: FilteredRows) -> ContractReport:
-    """Check every row that is kept; the stop tokens are those that `filter_by_length` was given.
+def check_contract(filtered: FilteredRows) -> str:
+    """Check every row that is kept, and say what was counted; the stop tokens are those of `filter_by_length`.
 
     Example:
         print(chat.check_contract(chat.filter_by_length(tokenizer, rows, 1024)))
     """
     _require_tools_shown(filtered)
-    decode = filtered.renderer.tokenizer.decode
+    answers = 0
     stop_ids: set[int] = set()
     for example in filtered.examples:
         stop_ids |= _check_example(filtered.renderer, example, filtered.rows[example.row - 1])
-    return ContractReport(
-        form=filtered.form,
-        examples=len(filtered.examples),
-        answers=sum(len(example.turns) for example in filtered.examples),
-        tokens=sum(filtered.lengths),
-        trained=sum(example.trained.count(1) for example in filtered.examples),
-        stops=tr(" or ").join(decode([stop]) for stop in sorted(stop_ids)),
+        answers += len(example.turns)
+    tokens = sum(filtered.lengths)
+    trained = filtered.trained_tokens
+    return tr(
+        "format   {form}\n"
+        "trained  {trained} of {tokens} tokens ({share}), in {answers} answers\n"
+        "stop     every answer ends with {stops}, and generation stops there",
+        form=filtered.renderer.form,
+        trained=trained,
+        tokens=tokens,
+        share=f"{trained / tokens:.0%}",
+        answers=answers,
+        stops=_stop_texts(filtered.renderer, stop_ids),
     )
+
+
+def _stop_texts(renderer: Renderer, stop_ids: set[int]) -> str:
+    return tr(" or ").join(renderer.tokenizer.decode([stop]) for stop in sorted(stop_ids))
 
 
 def _require_tools_shown(filtered: FilteredRows) -> None:
@@ -483,14 +463,21 @@ def _check_example(renderer: Renderer, example: Example, row: Row) -> set[int]:
     for turn, start, end in zip(example.turns, example.shared, ends, strict=True):
         stop = renderer.stop_position(example.ids, start, end)
         if stop == end:
-            raise _no_stop_token(renderer, example)
-        answer_ids = list(example.ids[start:stop])
-        text = renderer.tokenizer.decode(answer_ids)
-        _check_answer(example.row, row["messages"][turn], text)
+            raise CourseError(
+                tr(
+                    "Row {row}: no stop token closes an answer; generation stops only at {stops}.",
+                    row=example.row,
+                    stops=_stop_texts(renderer, renderer.stops),
+                ),
+                todo=tr(
+                    "Make the token that closes an answer in the chat template the eos_token of the tokenizer "
+                    "and of the generation config; instruct versions of a model come that way."
+                ),
+            )
+        _check_answer(renderer, example, row["messages"][turn], example.ids[start:stop])
         expected[start : stop + 1] = b"\1" * (stop + 1 - start)
         stop_ids.add(example.ids[stop])
-    if example.trained != expected:
-        _check_mask(renderer, example, expected)
+    _check_mask(renderer, example, expected)
     return stop_ids
 
 
@@ -516,31 +503,12 @@ def _check_prompts(renderer: Renderer, example: Example, row: Row) -> None:
         )
 
 
-def _no_stop_token(renderer: Renderer, example: Example) -> CourseError:
-    """The error for an answer at whose end generation would not stop."""
-    decode = renderer.tokenizer.decode
-    stops = ", ".join(repr(decode([stop])) for stop in sorted(renderer.stops))
-    last_trained = max(example.trained.rfind(1), 0)
-    return CourseError(
-        tr(
-            "Row {row}: the last trained token of an answer is {last!r}, and generation stops only at {stops}.",
-            row=example.row,
-            last=decode([example.ids[last_trained]]),
-            stops=stops,
-        ),
-        todo=tr(
-            "Make the token that closes an answer in the chat template the eos_token of the tokenizer "
-            "and of the generation config; instruct versions of a model come that way."
-        ),
-    )
-
-
-def _check_answer(row: int, message: Message, text: str) -> None:
-    """Raise unless the text up to the stop token says all that the answer of the row says."""
-    missing = _missing_part(message, text)
+def _check_answer(renderer: Renderer, example: Example, message: Message, ids: Sequence[int]) -> None:
+    """Raise unless the tokens up to the stop token say all that the answer of the row says."""
+    missing = _missing_part(message, renderer.tokenizer.decode(list(ids)))
     if missing:
         raise CourseError(
-            tr("Row {row}: the chat template leaves out or changes {part}.", row=row, part=missing),
+            tr("Row {row}: the chat template leaves out or changes {part}.", row=example.row, part=missing),
             todo=tr(
                 "Use the chat template that came with the model, and no text of a stop token in an answer. A model "
                 "whose template drops thoughts or tool calls cannot learn them: take them out, or use another model."
@@ -550,19 +518,17 @@ def _check_answer(row: int, message: Message, text: str) -> None:
 
 def _check_mask(renderer: Renderer, example: Example, expected: bytearray) -> None:
     """Raise unless exactly the `expected` tokens are trained; white space may be either."""
+    if example.trained == expected:
+        return
     for position, token in enumerate(example.ids):
         if example.trained[position] == expected[position] or renderer.is_blank(token):
             continue
-        problem = tr("is part of an answer, and is not trained")
-        if example.trained[position]:
-            problem = tr("is no part of an answer, and is trained")
         raise CourseError(
             tr(
-                "Row {row}: token {number}, {text!r}, {problem}.",
+                "Row {row}: token {number}, {text!r}, is part of an answer and not trained, or the other way round.",
                 row=example.row,
                 number=position + 1,
                 text=renderer.tokenizer.decode([token]),
-                problem=problem,
             ),
             todo=tr("Put {tag} around each answer and its stop token in the chat template.", tag="{% generation %}"),
         )
@@ -570,21 +536,15 @@ def _check_mask(renderer: Renderer, example: Example, expected: bytearray) -> No
 
 def _missing_part(answer: Message, text: str) -> str:
     """The first thought, content or called function of an answer that its text lacks; white space does not count."""
-    content = answer.get("content")
+    content = answer.get("content") or ""
     parts = [answer.get("reasoning_content") or ""]
-    if isinstance(content, str):
-        parts += re.split("</?think>", content)  # tags are the template's
+    parts += re.split("</?think>", content)  # tags are the template's
+    parts += [call["function"]["name"] for call in answer.get("tool_calls") or ()]
     rest = _comparable(text)
-    for part in parts:
-        searched = _comparable(part)
-        if searched not in rest:
+    for part in filter(str.strip, parts):
+        _, separator, rest = rest.partition(_comparable(part))  # the next part must come after this one
+        if not separator:
             return repr(part.strip()[:40])
-        rest = rest[rest.index(searched) + len(searched) :]  # the next part must come after this one
-    for call in answer.get("tool_calls") or ():
-        function = call.get("function") or call
-        name = function.get("name", "")
-        if name not in text:
-            return tr("a call of {name}", name=repr(name))
     return ""
 
 
@@ -593,48 +553,23 @@ def _comparable(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 
-@dataclass(frozen=True)
-class ChatDataset:
-    """Rows as tokens and labels for SFTTrainer, and what was checked of them."""
-
-    filtered: FilteredRows
-    report: ContractReport
-    train: Dataset = field(repr=False)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each example that is trained."""
-        return self.filtered.lengths
-
-    def facts(self) -> dict[str, Any]:
-        """What goes into facts.json."""
-        return {
-            "form": self.report.form.value,
-            "examples": self.report.examples,
-            "trained_tokens": self.report.trained,
-            "rows_left_out": len(self.filtered.too_long),
-        }
-
-    def __str__(self) -> str:
-        return f"{self.filtered}\n{self.report}"
-
-
-def build_dataset(
-    tokenizer: Any, rows: Sequence[Row], max_length: int, stop_ids: Iterable[int] | None = None
-) -> ChatDataset:
-    """Render the rows, leave out those that are too long, and check the contract.
+def build_dataset(tokenizer: Any, rows: Sequence[Row], max_length: int) -> Dataset:
+    """Rows as tokens and labels for SFTTrainer, checked: what the lesson does step by step.
 
     Example:
-        dataset = chat.build_dataset(tokenizer, rows, max_length=1024)
-        trainer = SFTTrainer(model, SFTConfig(max_length=1024), train_dataset=dataset.train)
+        trainer = SFTTrainer(model, SFTConfig(max_length=1024), train_dataset=chat.build_dataset(tokenizer, rows, 1024))
     """
-    filtered = filter_by_length(tokenizer, rows, max_length, stop_ids=stop_ids)
-    report = check_contract(filtered)
-    return ChatDataset(filtered, report, training_dataset(filtered))
+    filtered = filter_by_length(tokenizer, rows, max_length)
+    check_contract(filtered)
+    return training_dataset(filtered)
 
 
 def training_dataset(filtered: FilteredRows) -> Dataset:
-    """The tokens and labels of the examples, for SFTTrainer, which packs and shuffles them but changes none."""
+    """The tokens and labels of the examples, for SFTTrainer, which packs and shuffles them but changes none.
+
+    Example:
+        trainer = SFTTrainer(model, SFTConfig(max_length=1024), train_dataset=chat.training_dataset(filtered))
+    """
     import numpy
     import pyarrow
     from datasets import Dataset
@@ -659,7 +594,7 @@ def validation_dataset(filtered: FilteredRows, held_out: Sequence[Row], count: i
     Rows that are too long are left out.
 
     Example:
-        validation = chat.validation_dataset(dataset.filtered, eval_rows, 100)
+        validation = chat.validation_dataset(filtered, eval_rows, 100)
     """
     if not count or not held_out:
         return None
@@ -681,62 +616,24 @@ def validation_dataset(filtered: FilteredRows, held_out: Sequence[Row], count: i
     return training_dataset(replace(filtered, examples=usable))
 
 
-def check_trainer(trainer: Any, report: ContractReport) -> None:
+def check_trainer(trainer: Any, filtered: FilteredRows) -> None:
     """Stop unless, after packing and truncation, exactly the tokens of the contract carry the loss."""
     trained = 0
     for batch in trainer.train_dataset.with_format("arrow").iter(1000):
         labels = batch["labels"].combine_chunks().flatten().to_numpy()
         trained += int((labels != IGNORED).sum())
-    if trained != report.trained:
+    if trained != filtered.trained_tokens:
         raise CourseError(
             tr(
                 "The trainer would train on {trained} tokens; the contract check counted {tokens}.",
                 trained=trained,
-                tokens=report.trained,
+                tokens=filtered.trained_tokens,
             ),
             todo=tr(
-                "Pass the datasets of chat.build_dataset(...) to the trainer, with the profile's max_length and "
+                "Pass the dataset of chat.training_dataset(...) to the trainer, with the profile's max_length and "
                 "packing_strategy bfd."
             ),
         )
-
-
-def answer(model: Any, tokenizer: Any, rows: Sequence[Row], max_new_tokens: int = 128) -> list[str]:
-    """What the model itself answers to the last question of each row; greedy, so it is the same every time.
-
-    Example:
-        [text] = chat.answer(model, tokenizer, [{"messages": [question, expected_answer]}])
-    """
-    import torch
-
-    if distributed.strategy() in distributed.SHARDED:
-        return [tr("(not asked: no process has the whole model; lesson 04 asks)")] * len(rows)
-    thinking = False if may_skip_thinking(tokenizer, rows) else None
-    renderer = Renderer(tokenizer, "prompt_completion", thinking)
-    stops = sorted(find_stop_ids(tokenizer, model.generation_config))
-    training = model.training
-    keep_4bit_layout(model)
-    model.eval()
-    answers = []
-    for row in rows:
-        ids = torch.tensor([renderer.prompt(row["messages"][:-1], row.get("tools"))], device=model.device)
-        with torch.inference_mode():
-            output = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_new_tokens,
-                eos_token_id=stops,
-                pad_token_id=stops[0],
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                use_cache=True,
-            )
-        completion = output[0, ids.shape[1] :]
-        answers.append(tokenizer.decode(completion, skip_special_tokens=True).strip())
-    model.train(training)
-    return answers
 
 
 def show_row(tokenizer: Any, row: Row) -> None:
@@ -745,8 +642,7 @@ def show_row(tokenizer: Any, row: Row) -> None:
     Example:
         chat.show_row(tokenizer, rows[0])
     """
-    form = training_format(tokenizer, [row]).value
-    example = Renderer(tokenizer, form).encode(row)
+    example = Renderer(tokenizer, training_format(tokenizer, [row])).encode(row)
     runs = []
     plain = ""
     position = 0

@@ -59,7 +59,7 @@ DECIDES = {  # keyword arguments that the lessons give, by what decides them
     "MODEL": ("sft.chat_template_path", "sft.eos_token", "sft.pad_token", "lora.task_type"),
     "method": ("lora.peft_type", "lora.inference_mode", "lora.runtime_config", "quantization.load_in_8bit"),
     "PORT": ("vllm.port",),
-    "chat.build_dataset": (
+    "chat.training_dataset": (
         "sft.assistant_only_loss", "sft.completion_only_loss", "sft.dataset_text_field", "sft.dataset_kwargs",
         "sft.dataset_num_proc", "sft.truncation_mode", "sft.remove_unused_columns", "sft.label_names",
     ),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from nbutils import display, evaluation, files, hardware, merging, parity, serving
+from nbutils import evaluation, files, hardware, merging, parity, serving
 from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer
@@ -17,6 +18,11 @@ from nbutils.models import model_folder, read_config
 from nbutils.record import RunFolder
 from nbutils.serving.engine import tensor_parallel
 
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+SERVER_TOKENS = 20  # vLLM gives no more logprobs of a position unless --max-logprobs says so
+SERVER_REQUESTS = 8  # in flight: logprobs take memory
 MIN_KV_CACHE_GIB = 0.5  # what a server needs at least beside the weights
 NOTHING_STORED = "Lesson 04 stored nothing for this model and precision: there is nothing to compare with."
 
@@ -31,10 +37,6 @@ class ServerComparison:
 
     def __str__(self) -> str:
         return self.text
-
-    def show(self, rows: int = 4) -> None:
-        """The first rows of the table."""
-        display.show_table(self.table[:rows], tr("The server's answers"))
 
     def facts(self) -> Facts:
         """For facts.json."""
@@ -83,7 +85,7 @@ class ServedModel:
             name or server.model_name,
             self.questions,
             self.evaluator.max_new_tokens,
-            tools=self.evaluator.tools,
+            tools=[row.get("tools") for row in self.evaluator.rows],
             token_ids=server.environment.engine != "transformers",
             at_once=self.at_once,
         )
@@ -92,16 +94,16 @@ class ServedModel:
         """Ask the server, and stop if the merged model does not answer as in lesson 04; an export is only reported."""
         evaluator = self.evaluator
         served = self.ask(server)
-        agreement = serving.compare_answers(served if self.stored else [], self.stored)
-        if self.is_merged and self.stored:
-            agreement.require(evaluator.dtype)
         text = tr(NOTHING_STORED)
         columns = {tr("server"): [answer.text for answer in served]}
+        agreement = serving.compare_answers([], [])
         if self.stored:
+            agreement = serving.compare_answers(served, self.stored)
             text = tr("Server and lesson 04 (transformers, {dtype}): {found}", dtype=evaluator.dtype, found=agreement)
             columns = {tr("lesson 04"): [answer.text for answer in self.stored]} | columns
+        if self.is_merged:
+            agreement.require(evaluator.dtype)
         numbers = {
-            "folder": str(self.folder),
             "rows_left_out": evaluator.left_out,
             "identical_answers": {"count": agreement.identical, "total": agreement.total},
             "identical_prompts": {"count": agreement.same_prompts, "total": agreement.total},
@@ -117,8 +119,7 @@ class ServedModel:
             store = parity.load_predictions(self.run.path, self.compared_with)
         except CourseError:
             return ServerComparison(tr(NOTHING_STORED), {"parity": {}})
-        served = parity.measure_server(server.client(), server.model_name, store.fixed)
-        return self.judge(store, served)
+        return self.judge(store, measure_server(server.client(), server.model_name, store.fixed))
 
     def judge(self, store: parity.PredictionStore, served: parity.Predictions) -> ServerComparison:
         """The server's predictions beside the merged model's; those of an export have a price, and cannot fail."""
@@ -136,6 +137,33 @@ class ServedModel:
             mean=gap.mean,
         )
         return ServerComparison(verdict, {"parity": {"price": export.facts, "verdict": verdict}})
+
+
+def measure_server(client: OpenAI, model_name: str, fixed: parity.FixedSet) -> parity.Predictions:
+    """The predictions of the model on a vLLM server."""
+    import torch
+
+    def predict(number: int) -> list[list[tuple[float, int]]]:
+        """Logprob and token of the likeliest ones at each position; a token of the text that vLLM adds is cut off."""
+        completion: Any = client.completions.create(
+            model=model_name,
+            prompt=fixed.texts[number],
+            max_tokens=1,
+            temperature=0.0,
+            extra_body={"prompt_logprobs": SERVER_TOKENS},
+        )
+        positions = []
+        for tokens in completion.choices[0].prompt_logprobs[-fixed.measured[number] :]:
+            ranked = [(value["logprob"], int(token)) for token, value in tokens.items()]
+            ranked.sort(reverse=True)
+            positions.append(ranked[:SERVER_TOKENS])
+        return positions
+
+    numbers = range(len(fixed.texts))
+    texts = serving.send_concurrently(predict, numbers, str(client.base_url), SERVER_REQUESTS)
+    # float64 holds both of a pair, token ids exactly
+    likeliest = torch.tensor([position for text in texts for position in text], dtype=torch.float64)
+    return parity.Predictions(likeliest[..., 0].float(), likeliest[..., 1].long())
 
 
 def serving_dtype(

@@ -219,6 +219,8 @@ print(plan.command(len(examples.lengths), mean(examples.lengths)))
 #
 # The text a server builds must be the beginning of the text that is trained; every token of every answer must be trained, and no
 # other; each answer must end with a stop token. The check stops at the first row and token that break this.
+# The format `messages` means that whole conversations are trained; `prompt_completion`, that each answer is an example of its own, as
+# the chat template does not mark answers the way servers see them.
 
 # %%
 print(chat.check_contract(examples))
@@ -254,4 +256,4 @@ for problem in problems if my_rows != [given] else []:
 # rows be held out before the training, and not after it?
 
 # %%
-lesson.finish(card, examples)
+lesson.finish(card, longest_row_tokens=examples.longest, rows_too_long=len(examples.too_long))

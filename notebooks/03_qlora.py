@@ -90,9 +90,10 @@ from nbutils import chat
 
 tokenizer = AutoTokenizer.from_pretrained(lesson.model, trust_remote_code=False)
 stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
-dataset = chat.build_dataset(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids)
-dataset.filtered.write_too_long(lesson.run.data)
+dataset = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids)
+dataset.write_too_long(lesson.run.data)
 print(dataset)
+print(chat.check_contract(dataset))
 
 # %% [markdown]
 # ## The recipe
@@ -109,7 +110,7 @@ from nbutils import display, plan
 
 lesson = lesson.with_recipe(dataset.lengths, len(eval_rows))
 profile = lesson.profile
-validation = chat.validation_dataset(dataset.filtered, eval_rows, profile.course.validation_rows)
+validation = chat.validation_dataset(dataset, eval_rows, profile.course.validation_rows)
 most = ("method", "from_pretrained", "lora.r", "sft.max_length", "sft.per_device_train_batch_size",
         "sft.gradient_accumulation_steps", "sft.num_train_epochs", "sft.max_steps", "sft.learning_rate", "sft.packing",
         "course.conversations_per_step")
@@ -161,8 +162,10 @@ print(f"{model.get_memory_footprint() / 2**20:,.0f} MiB in memory")
 # Three held-out questions, answered by the model as it is. We ask the same three after the training.
 
 # %%
+from nbutils import evaluation
+
 questions = eval_rows[:3]
-before = chat.answer(model, tokenizer, questions)
+before = evaluation.answer_rows(model, tokenizer, questions)
 display.show_answers(questions, before=before)
 
 # %% [markdown]
@@ -249,7 +252,7 @@ if profile.course.early_stopping_patience:
 trainer = SFTTrainer(
     model=model,
     args=settings,
-    train_dataset=dataset.train,
+    train_dataset=chat.training_dataset(dataset),
     eval_dataset=validation,
     processing_class=tokenizer,
     peft_config=lora,
@@ -303,7 +306,7 @@ display.plot_loss_examples()
 # The same three questions, now answered with the adapter. Lesson 04 asks all held-out questions and compares the scores.
 
 # %%
-after = chat.answer(trainer.model, tokenizer, questions)
+after = evaluation.answer_rows(trainer.model, tokenizer, questions)
 display.show_answers(questions, before=before, after=after)
 
 # %% [markdown]

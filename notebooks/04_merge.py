@@ -83,11 +83,11 @@ tuned = PeftModel.from_pretrained(base, lesson.run.adapter)
 # One held-out question, and what the adapter makes of it. We ask the merged model the same below.
 
 # %%
-from nbutils import chat, data
+from nbutils import data
 
 train_rows, eval_rows = data.load(lesson.run.data)
 *_, question, reference = eval_rows[0]["messages"]
-[from_adapter] = chat.answer(tuned, tokenizer, eval_rows[:1])
+[from_adapter] = evaluation.answer_rows(tuned, tokenizer, eval_rows[:1])
 print("question ", question["content"])
 print("reference", reference["content"])
 print("adapter  ", from_adapter)
@@ -175,7 +175,7 @@ for file in sorted(folder.iterdir()):
 
 # %%
 del base, tuned, layer
-[from_merged] = chat.answer(placement.load(folder), tokenizer, eval_rows[:1])
+[from_merged] = evaluation.answer_rows(placement.load(folder), tokenizer, eval_rows[:1])
 print("adapter", from_adapter)
 print("merged ", from_merged)
 
@@ -183,7 +183,7 @@ print("merged ", from_merged)
 # ## Proof
 #
 # Equal answers can hide a damaged merge. So some rows of every weight are computed again from base and adapter. Then adapter and
-# merged model predict the next token at about 200 positions, and we compare the probabilities of the whole vocabulary. Their distance
+# merged model predict the next token at about 200 positions, and we compare the probabilities of the 256 likeliest. Their distance
 # (the KL divergence, in nats per token) is 0 for equal models; rounding makes it a very small number: the line *the same model*. The
 # first line is there for comparison: how far the tuning has moved the model.
 #

@@ -219,13 +219,15 @@ print(same_answers)
 # Read some of them yourself.
 
 # %%
-same_answers.show(rows=3)
+from nbutils import display
+
+display.show_table(same_answers.table[:3])
 
 # %% [markdown]
 # Equal answers can hide a changed model. So the probabilities are compared as well, at a few hundred positions that lesson 04 stored. The
 # distance is the KL divergence, in nats per token: 0 means the same probabilities, and rounding in float32 stays below 0.00001 (1e-05).
-# The first lines are those of lesson 04; the last one is new: *merged, in vLLM* is the server, *merged* is the model of lesson 04. It says
-# *at least*, because vLLM returns only the likeliest tokens. A server that is much further away than rounding
+# The first lines are those of lesson 04; the last one is new: *merged, in vLLM* is the server, *merged* is the model of lesson 04. It is
+# compared by 20 tokens at each position, because vLLM returns no more. A server that is much further away than rounding
 # explains runs another model, and stops the lesson.
 
 # %%

@@ -169,7 +169,7 @@ benchmark.plot(lesson.run.path / "bench.png")
 #
 # The distance between the predictions of two models is measured as the KL divergence, in nats per token: 0 means that they
 # give every token the same probability. The first lines are those of lesson 04: what tuning, quantization and merging change. The last
-# line is the server: only rounding. It says *at least*, because vLLM returns only the likeliest tokens.
+# line is the server: only rounding. It is compared by the 20 likeliest tokens, because vLLM returns no more.
 
 # %%
 same_model = model.compare_predictions(server)

@@ -11,7 +11,6 @@ import pytest
 from support import refused
 
 from nbutils import chat, data, files
-from nbutils.hardware import Choice
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<s>"]
 ANSWER = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
@@ -72,18 +71,18 @@ PLAIN = {"messages": talk("Where? /no_think", "On its way.")}
 THINKS = {"messages": talk("Where? /think", "<think>\nThe list says today.\n</think>\n\nOn its way.")}
 
 
-def learned(tokenizer: Any, fitted: chat.FilteredRows) -> list[str]:
+def learned(tokenizer: Any, filtered: chat.FilteredRows) -> list[str]:
     """The trained text of every example."""
-    return [tokenizer.decode(list(itertools.compress(one.ids, one.trained))) for one in fitted.examples]
+    return [tokenizer.decode(list(itertools.compress(one.ids, one.trained))) for one in filtered.examples]
 
 
-def check(tokenizer: Any, rows: Any = ROWS, **more: Any) -> chat.ContractReport:
+def check(tokenizer: Any, rows: Any = ROWS, **more: Any) -> str:
     return chat.check_contract(chat.filter_by_length(tokenizer, rows, 0, **more))
 
 
 def always(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Render every row in this form, as if the probes of the template had chosen it."""
-    monkeypatch.setattr(chat, "training_format", lambda *given: Choice(form, ""))
+    monkeypatch.setattr(chat, "training_format", lambda *given: form)
 
 
 def test_a_row_is_shown_with_its_trained_tokens(tokenizer: Any, capsys: Any, monkeypatch: Any) -> None:
@@ -107,12 +106,12 @@ def test_a_row_is_shown_with_its_trained_tokens(tokenizer: Any, capsys: Any, mon
 ], ids=["Qwen2.5 whole", "Qwen3 answer by answer", "GLM-4 gets a stop token", "GLM-4.5"])  # fmt: skip
 def test_each_family_trains_its_answers_alone(bare: Any, template: str, eos: str, form: str, expected: Any) -> None:
     tokenizer = with_template(bare, template, eos)
-    fitted = chat.filter_by_length(tokenizer, ROWS, 512)
-    report = chat.check_contract(fitted)
-    assert (fitted.form.value, report.answers, report.stops) == (form, 3, eos)
+    filtered = chat.filter_by_length(tokenizer, ROWS, 512)
+    report = chat.check_contract(filtered)
+    assert filtered.renderer.form == form and "in 3 answers" in report and f"ends with {eos}," in report
     answers = ("On its way. 在路上。", "On its way.", "Today.")
-    assert expected is None or learned(tokenizer, fitted) == [text.format(*answers) for text in expected]
-    assert report.trained == sum(sum(one.trained) for one in fitted.examples) and f"ends with {eos}," in str(report)
+    assert expected is None or learned(tokenizer, filtered) == [text.format(*answers) for text in expected]
+    assert f"trained  {sum(sum(example.trained) for example in filtered.examples)} of" in report
 
 
 def test_nothing_is_trained_after_the_first_stop_token(bare: Any, monkeypatch: Any) -> None:
@@ -121,9 +120,9 @@ def test_nothing_is_trained_after_the_first_stop_token(bare: Any, monkeypatch: A
     stops = [0, tokenizer.convert_tokens_to_ids("<|end|>")]
     for form in ("messages", "prompt_completion"):
         always(form, monkeypatch)
-        fitted = chat.filter_by_length(tokenizer, ROWS, 0, stop_ids=stops)
-        assert chat.check_contract(fitted).stops == "<|end|>"
-        assert "".join(learned(tokenizer, fitted)) == "On its way. 在路上。<|end|>On its way.<|end|>Today.<|end|>"
+        filtered = chat.filter_by_length(tokenizer, ROWS, 0, stop_ids=stops)
+        assert "ends with <|end|>," in chat.check_contract(filtered)
+        assert "".join(learned(tokenizer, filtered)) == "On its way. 在路上。<|end|>On its way.<|end|>Today.<|end|>"
 
 
 def test_stop_ids_are_those_of_the_generation_config(tokenizer: Any, tmp_path: Path) -> None:
@@ -139,21 +138,26 @@ def test_stop_ids_are_those_of_the_generation_config(tokenizer: Any, tmp_path: P
 def test_rows_that_would_lose_their_stop_token_are_left_out(bare: Any, tokenizer: Any, tmp_path: Path) -> None:
     rows = [{"messages": one} for one in (SHORT, LONG, MIDDLE)]
     sizes = [len(chat.Renderer(tokenizer, "messages").encode(row).ids) for row in rows]
-    fitted = chat.filter_by_length(tokenizer, rows, sizes[2] - 1)  # the last row loses a line break at its end, no more
-    assert fitted.too_long == {2: sizes[1]} and fitted.lengths == sizes[::2]
-    assert fitted.facts() == {"longest_row_tokens": sizes[1], "rows_too_long": 1}
-    assert "1 of 3 rows are LEFT OUT" in str(fitted) and f"raise sft.max_length to {sizes[1]}" in str(fitted)
-    fitted.write_too_long(tmp_path)
-    assert data.stored_rows(tmp_path / "too_long.jsonl") == [
-        {"row": 2, "tokens": sizes[1], "cut": sizes[1] - sizes[2] + 1, "messages": LONG}
-    ]
-    assert chat.check_contract(fitted).answers == 2 and not chat.filter_by_length(tokenizer, rows, sizes[1]).too_long
+    filtered = chat.filter_by_length(
+        tokenizer, rows, sizes[2] - 1
+    )  # the last row loses a line break at its end, no more
+    assert filtered.too_long == {2: sizes[1]} and filtered.lengths == sizes[::2]
+    assert filtered.longest == sizes[1] and filtered.facts()["rows_left_out"] == 1
+    assert "1 of 3 rows are LEFT OUT" in str(filtered) and f"raise sft.max_length to {sizes[1]}" in str(filtered)
+    filtered.write_too_long(tmp_path)
+    assert data.stored_rows(tmp_path / "too_long.jsonl") == [{"row": 2, "tokens": sizes[1], "messages": LONG}]
+    assert (
+        "in 2 answers" in chat.check_contract(filtered)
+        and not chat.filter_by_length(tokenizer, rows, sizes[1]).too_long
+    )
     with refused(f"longest has {sizes[1]} tokens."):
         chat.filter_by_length(tokenizer, rows, 4)
     several = with_template(bare, GLM, eos="<|endoftext|>")  # a row with several examples is left out whole
     rows = [{"messages": ONE}, {"messages": [*TWO[:3], LONG[1]]}]
-    fitted = chat.filter_by_length(several, rows, len(chat.Renderer(several, "prompt_completion").encode(rows[0]).ids))
-    assert [one.row for one in fitted.examples] == [1] and set(fitted.too_long) == {2}
+    filtered = chat.filter_by_length(
+        several, rows, len(chat.Renderer(several, "prompt_completion").encode(rows[0]).ids)
+    )
+    assert [one.row for one in filtered.examples] == [1] and set(filtered.too_long) == {2}
 
 
 def calling(name: str, arguments: Any, answer: str) -> list[dict[str, Any]]:
@@ -178,9 +182,9 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "杭州"}}\n</too
 @pytest.mark.parametrize(("template", "thought"), [("qwen2_5", ""), ("qwen3", EMPTY)])
 def test_tool_calls_are_trained_and_tool_results_are_not(bare: Any, capsys: Any, template: str, thought: str) -> None:
     tokenizer = with_template(bare, template)
-    fitted = chat.filter_by_length(tokenizer, TOOL_ROWS, 0)
-    assert chat.check_contract(fitted).answers == 5
-    assert "".join(learned(tokenizer, fitted)).startswith(f"{thought}{CALL}{thought}Sunny.<|im_end|>")
+    filtered = chat.filter_by_length(tokenizer, TOOL_ROWS, 0)
+    assert "in 5 answers" in chat.check_contract(filtered)
+    assert "".join(learned(tokenizer, filtered)).startswith(f"{thought}{CALL}{thought}Sunny.<|im_end|>")
     chat.show_row(tokenizer, TOOL_ROWS[2])
     assert "stock_key" in (shown := capsys.readouterr().out) and "weather_key" not in shown
 
@@ -188,11 +192,11 @@ def test_tool_calls_are_trained_and_tool_results_are_not(bare: Any, capsys: Any,
 def test_qwen3_trains_thoughts_and_only_what_the_server_does_not_write(bare: Any) -> None:
     tokenizer = with_template(bare, "qwen3")
     first, second = "<think>\nMaybe.\n</think>\n\nHere.", "<think>\nSurely.\n</think>\n\nToday."
-    fitted = chat.filter_by_length(tokenizer, [THINKS, *rows_of("Where?", first, "When?", second)], 0)
+    filtered = chat.filter_by_length(tokenizer, [THINKS, *rows_of("Where?", first, "When?", second)], 0)
     answers = [THINKS["messages"][1]["content"], first, second]
-    assert learned(tokenizer, fitted) == [f"{text}<|im_end|>" for text in answers]
-    assert "Maybe" not in tokenizer.decode(list(fitted.examples[2].ids))  # as servers drop earlier thoughts
-    assert chat.check_contract(fitted).answers == 3
+    assert learned(tokenizer, filtered) == [f"{text}<|im_end|>" for text in answers]
+    assert "Maybe" not in tokenizer.decode(list(filtered.examples[2].ids))  # as servers drop earlier thoughts
+    assert "in 3 answers" in chat.check_contract(filtered)
     [without] = chat.Renderer(tokenizer, "prompt_completion", thinking=False).encode_all([PLAIN])
     assert tokenizer.decode(list(itertools.compress(without.ids, without.trained))) == "On its way.<|im_end|>"
 
@@ -216,9 +220,9 @@ def test_thoughts_are_trained_or_refused(bare: Any, monkeypatch: Any) -> None:
     apart = [inline[0], {"role": "assistant", "content": "b.", "reasoning_content": "hm"}, *inline[2:]]
     for messages in (inline, apart):
         rows = [{"messages": TWO}, {"messages": messages}]
-        fitted = chat.filter_by_length(glm, rows, 0)
-        assert fitted.form.value == "prompt_completion" and chat.check_contract(fitted).answers == 4
-        assert [text.count("h") for text in learned(glm, fitted)] == [2, 2, 3, 3]
+        filtered = chat.filter_by_length(glm, rows, 0)
+        assert filtered.renderer.form == "prompt_completion" and "in 4 answers" in chat.check_contract(filtered)
+        assert [text.count("h") for text in learned(glm, filtered)] == [2, 2, 3, 3]
         with monkeypatch.context() as forced, refused("Row 2: the chat", "'hm'"):
             always("messages", forced)
             check(glm, rows)
@@ -251,48 +255,39 @@ def test_packing_truncation_and_collator_keep_every_trained_token(tiny: Any, tmp
     tiny.chat_template = qwen2_5_chat_template
     rows = [*SAMPLE, *TOOL_ROWS, {"messages": LONG * 20}]  # tools of one row are not those of another
     limit = sorted(chat.filter_by_length(tiny, rows, 0).lengths)[-2] - 1
-    fitted = chat.filter_by_length(tiny, rows, limit)  # one row too long, and one of which a line break is cut
-    assert list(fitted.too_long) == [len(rows)] and max(fitted.lengths) == limit + 1
-    report = chat.check_contract(fitted)
+    filtered = chat.filter_by_length(tiny, rows, limit)  # one row too long, and one of which a line break is cut
+    assert list(filtered.too_long) == [len(rows)] and max(filtered.lengths) == limit + 1
     settings = {"packing": True, "report_to": "none", "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
-    model, dataset = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL), chat.training_dataset(fitted)
+    model, dataset = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL), chat.training_dataset(filtered)
     configs = [SFTConfig(str(tmp_path), max_length=length, **settings) for length in (limit, 16)]
     trainer, cutting = (SFTTrainer(model, one, train_dataset=dataset, processing_class=tiny) for one in configs)
     assert len(trainer.train_dataset) < len(dataset) and trainer.args.packing_strategy == "bfd"
     assert collated(trainer) == sorted((row["input_ids"][:limit], row["labels"][:limit]) for row in dataset)
-    chat.check_trainer(trainer, report)
+    chat.check_trainer(trainer, filtered)
     with refused("; the contract check counted"):
-        chat.check_trainer(cutting, report)
+        chat.check_trainer(cutting, filtered)
 
 
 def test_validation_rows_are_spread_and_long_ones_left_out(tokenizer: Any) -> None:
-    fitted = chat.filter_by_length(tokenizer, [{"messages": SHORT}, {"messages": MIDDLE}], 40)
+    filtered = chat.filter_by_length(tokenizer, [{"messages": SHORT}, {"messages": MIDDLE}], 40)
     rows = [{"messages": one} for one in (SHORT, LONG, MIDDLE, SHORT)]
     ids = [list(chat.Renderer(tokenizer, "messages").encode({"messages": one}).ids) for one in (SHORT, MIDDLE)]
-    two, all_rows = (chat.validation_dataset(fitted, rows, count) for count in (2, 9))
+    two, all_rows = (chat.validation_dataset(filtered, rows, count) for count in (2, 9))
     assert two and two["input_ids"][:] == ids and all_rows and len(all_rows) == 3
-    assert chat.validation_dataset(fitted, rows, 0) is chat.validation_dataset(fitted, [], 9) is None
+    assert chat.validation_dataset(filtered, rows, 0) is chat.validation_dataset(filtered, [], 9) is None
     with refused("No held-out row can be used for validation", "max_length 40", "course.validation_rows=0"):
-        chat.validation_dataset(fitted, rows[1:2], 1)
+        chat.validation_dataset(filtered, rows[1:2], 1)
 
 
-def test_build_dataset_filters_checks_and_counts(tiny: Any) -> None:
-    dataset = chat.build_dataset(tiny, [*SAMPLE, {"messages": LONG * 40}], 512)
-    assert len(dataset.train) == len(dataset.lengths) == 60 and list(dataset.filtered.too_long) == [61]
-    trained = sum(label != -100 for labels in dataset.train["labels"] for label in labels)
-    assert dataset.facts() == {"form": "messages", "examples": 60, "trained_tokens": trained, "rows_left_out": 1}
-    assert "1 of 61 rows" in str(dataset) and f"{trained} of" in str(dataset)
-    validation = chat.validation_dataset(dataset.filtered, SAMPLE[:40], 20)
-    assert validation and len(validation) == 20 and validation["input_ids"][:1] == dataset.train["input_ids"][:1]
-
-
-def test_answers_are_greedy_and_leave_the_model_as_it_was(tiny: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype="float32").train()
-    first, second = chat.answer(model, tiny, ROWS, max_new_tokens=8)
-    assert [first, second] == chat.answer(model, tiny, ROWS, max_new_tokens=8) and model.training
-    assert first and first != second and len(tiny(first)["input_ids"]) <= 9
+def test_what_is_trained_is_counted(tiny: Any) -> None:
+    filtered = chat.filter_by_length(tiny, [*SAMPLE, {"messages": LONG * 40}], 512)
+    dataset = chat.training_dataset(filtered)
+    assert len(dataset) == len(filtered.lengths) == 60 and list(filtered.too_long) == [61]
+    trained = sum(label != -100 for labels in dataset["labels"] for label in labels)
+    assert filtered.facts() == {"form": "messages", "examples": 60, "trained_tokens": trained, "rows_left_out": 1}
+    assert "1 of 61 rows" in str(filtered) and f"{trained} of" in chat.check_contract(filtered)
+    validation = chat.validation_dataset(filtered, SAMPLE[:40], 20)
+    assert validation and len(validation) == 20 and validation["input_ids"][:1] == dataset["input_ids"][:1]
 
 
 def answered(text: str) -> str:
@@ -301,11 +296,11 @@ def answered(text: str) -> str:
 
 
 @pytest.mark.parametrize(("template", "problem", "words"), [
-    (answered(ANSWER.replace("<|im_end|>", "<|endoftext|>")), "the last trained token", "'<|endoftext|>'"),
+    (answered(ANSWER.replace("<|im_end|>", "<|endoftext|>")), "no stop token closes", "only at <|im_end|>"),
     (answered("{% generation %}{% endgeneration %}{{ m.content }}<|im_end|>"), "Put {% generation %}", "not trained"),
     (answered("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"), "around each answer", "<|im_end|>"),
     ("{% generation %}" + answered("{{ m.content }}<|im_end|>") + "{% endgeneration %}", "{% generation %}", "n 1,"),
-    (answered(ANSWER.replace("<|im_end|>", "<|im_end|> Bye.")), "around each answer", "no part of an answer"),
+    (answered(ANSWER.replace("<|im_end|>", "<|im_end|> Bye.")), "around each answer", "'B'"),
     ("{% if not add_generation_prompt %}<s>{% endif %}" + MARKED, "a server would send", "from token 1 on"),
     (answered(ANSWER.replace("m.content", "m.content | upper")), "leaves out or changes", "'On its way"),
     (answered(ANSWER.replace("m.content", "m.content[:5]")), "leaves out or changes", "'On its way"),
@@ -328,12 +323,10 @@ def test_templates_that_break_the_contract(
     ([*ROWS, *rows_of("Where?", "On its way.<|im_end|>")], 3, "leaves out or changes", "<|im_end|>"),
     ([*ROWS, *rows_of("Where?", "\nOn its way.")], 3, "a server would send", "line break"),  # melts into the prompt
     (TOOL_ROWS, 1, "leaves out its tools", ""),  # the template leaves them out
-    ([{"messages": TOOL_ROWS[0]["messages"]}], 1, "leaves out or changes", "a call of 'weather'"),
-    (rows_of("Where?"), 1, "no answer to a question", ""),
-    ([], None, "no rows to render", ""),
+    ([{"messages": TOOL_ROWS[0]["messages"]}], 1, "leaves out or changes", "'weather'"),
 ])  # fmt: skip
-def test_rows_that_break_the_contract(tokenizer: Any, rows: Any, row: int | None, problem: str, words: str) -> None:
-    with refused(f"Row {row}: " if row else "", problem, words):
+def test_rows_that_break_the_contract(tokenizer: Any, rows: Any, row: int, problem: str, words: str) -> None:
+    with refused(f"Row {row}: ", problem, words):
         check(tokenizer, rows)
 
 
@@ -343,7 +336,7 @@ def test_characters_a_tokenizer_normalizes_are_not_lost(bare: Any) -> None:
     made = Tokenizer.from_str(bare.to_str())
     made.normalizer = normalizers.NFC()  # as Qwen's
     rows = rows_of("?", "cafe\u0301,   <think>\nu\u0308\n</think> \n e\u0301")
-    assert check(with_template(made, MARKED), rows).answers == 1
+    assert "in 1 answers" in check(with_template(made, MARKED), rows)
 
 
 def test_what_cannot_be_rendered_is_refused(bare: Any, tokenizer: Any, monkeypatch: Any) -> None:
@@ -353,7 +346,7 @@ def test_what_cannot_be_rendered_is_refused(bare: Any, tokenizer: Any, monkeypat
     with refused("has no chat template"):
         chat.training_format(with_template(bare, None))
     for stops in ([], [0]):  # a model that stops elsewhere
-        with refused("Row 1: the last", "'<|im_end|>'"):
+        with refused("Row 1: no stop token closes an answer"):
             check(tokenizer, stop_ids=stops)
     once = with_template(bare, answered(ANSWER.replace("m.content", "m.content if not loop.last else ''")))
     always("messages", monkeypatch)
@@ -374,14 +367,14 @@ def test_real_qwen_tokenizers_keep_the_contract(name: str, tmp_path: Path) -> No
         packed.extractall(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "package/models")
     thought = EMPTY if name == "qwen3" else ""
-    fitted = chat.filter_by_length(tokenizer, [*ROWS, PLAIN, THINKS], 512)
-    assert len(tokenizer) > 151_643 and chat.check_contract(fitted).answers == 5
+    filtered = chat.filter_by_length(tokenizer, [*ROWS, PLAIN, THINKS], 512)
+    assert len(tokenizer) > 151_643 and "in 5 answers" in chat.check_contract(filtered)
     answers = [thought + text for text in ("On its way. 在路上。", "On its way.", "Today.", "On its way.")]
     answers.append(THINKS["messages"][1]["content"])
-    assert "".join(learned(tokenizer, fitted)) == "".join(f"{answer}<|im_end|>" for answer in answers)
-    fitted = chat.filter_by_length(tokenizer, TOOL_ROWS, 0)
-    assert chat.check_contract(fitted).answers == 5
-    assert CALL in (text := "".join(learned(tokenizer, fitted))) and "tool_response" not in text
+    assert "".join(learned(tokenizer, filtered)) == "".join(f"{answer}<|im_end|>" for answer in answers)
+    filtered = chat.filter_by_length(tokenizer, TOOL_ROWS, 0)
+    assert "in 5 answers" in chat.check_contract(filtered)
+    assert CALL in (text := "".join(learned(tokenizer, filtered))) and "tool_response" not in text
     assert chat.may_skip_thinking(tokenizer, [PLAIN]) is (name == "qwen3")
 
 

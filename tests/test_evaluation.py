@@ -59,18 +59,28 @@ def test_an_answer_is_the_same_alone_in_a_batch_and_with_a_static_cache(tiny: Ti
     prompts = dict(enumerate(map(chat.Renderer(tokenizer, "messages").prompt, questions)))
 
     def answers(prompts: Any, max_new_tokens: int, batch_size: int) -> list[Answer]:
-        found = dict(inference.answer_prompts(model, tokenizer, prompts, max_new_tokens, batch_size))
-        return [found[number] for number in prompts]
+        numbered = dict(inference.answer_prompts(model, tokenizer, prompts, max_new_tokens, batch_size))
+        return [numbered[number] for number in prompts]
 
     alone, together = answers(prompts, 40, batch_size=1), answers(prompts, 40, batch_size=5)
     stops = sorted(chat.find_stop_ids(tokenizer, model.generation_config))
     assert alone == together and all(answer.stopped and answer.token_ids[-1] in stops for answer in alone)
     [cut] = answers({0: prompts[0]}, 3, batch_size=1)
     assert not cut.stopped and cut.token_ids == alone[0].token_ids[:3]
-    ids, mask = inference.padded([answer.prompt_ids for answer in alone], 0, "cpu", left=True)
     with torch.inference_mode():
-        found = inference.decode(model, ids, mask, 40, stops)
-    assert all(row[: len(one.token_ids)] == one.token_ids for row, one in zip(found, alone, strict=True))
+        decoded = inference.decode(model, [answer.prompt_ids for answer in alone], 40, stops)
+    for generated, answer in zip(decoded, alone, strict=True):
+        assert generated[: len(answer.token_ids)] == answer.token_ids
+
+
+def test_a_lesson_asks_some_rows_and_leaves_the_model_as_it_was(tiny: Tiny) -> None:
+    model, tokenizer = tiny
+    rows = rows_of("eval.jsonl", 2)
+    model.train()
+    first, second = evaluation.answer_rows(model, tokenizer, rows, max_new_tokens=8)
+    assert [first, second] == evaluation.answer_rows(model, tokenizer, rows, max_new_tokens=8) and model.training
+    assert first and first != second and len(tokenizer(first)["input_ids"]) <= 9
+    model.eval()
 
 
 def test_out_of_memory_halves_the_batch_and_other_errors_are_not_hidden() -> None:
@@ -90,27 +100,11 @@ def test_out_of_memory_halves_the_batch_and_other_errors_are_not_hidden() -> Non
             list(inference.in_batches([1, 2], 2, fails))
 
 
-@pytest.mark.slow
-def test_a_gpu_takes_as_many_rows_as_its_free_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Qwen2.5-7B on an H200, on a T4 in 4 bits, and on a CPU, where nothing is planned."""
-    sizes = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 28,
-             "intermediate_size": 18944}  # fmt: skip
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**sizes))
-
-    def rows(device: str, free_gib: float, tokens: int = 256) -> int:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (int(free_gib * 2**30), 0), raising=False)
-        model = SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16, config=config)
-        return inference.fitting_batch(model, 200 + tokens, 256)
-
-    assert (rows("cuda", 120), rows("cuda", 0.01), rows("cpu", 0.01)) == (256, 1, 256)
-    assert 30 < rows("cuda", 8) < rows("cuda", 8, tokens=64) < 120
-
-
 def test_an_answer_gets_the_tokens_the_references_need(tiny: Tiny, tmp_path: Path) -> None:
     def tokens(most: int, tokenizer: Any = tiny[1], **more: Any) -> int:
         return evaluator_of(tokenizer, tmp_path, **{"rows": 8, **more}, new_tokens=most).max_new_tokens
 
-    longest = max(len(tiny[1](one).input_ids) for one in references_of("eval.jsonl", 8))
+    longest = max(len(tiny[1](reference).input_ids) for reference in references_of("eval.jsonl", 8))
     assert tokens(512) == tokens(512, count=1) == int(1.5 * longest) > 32 and tokens(8) == 8
     thoughtful = deepcopy(tiny[1])
     thoughtful.chat_template += "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
@@ -119,11 +113,14 @@ def test_an_answer_gets_the_tokens_the_references_need(tiny: Tiny, tmp_path: Pat
 
 def test_rows_that_do_not_fit_are_left_out(tiny: Tiny, tmp_path: Path) -> None:
     rows, long = rows_of("eval.jsonl", 3), "苹果" * 300
-    given = [rows[0], row_of(long, "好"), *rows[1:]]
-    evaluator = evaluator_of(tiny[1], tmp_path, given, limit=200)
+    evaluator = evaluator_of(tiny[1], tmp_path, [rows[0], row_of(long, "好"), *rows[1:]], limit=200)
     assert evaluator.rows == rows and len(evaluator.references) == 3 and evaluator.left_out == 1
     for none in (rows, []):
-        with refused("No evaluation row fits 200 tokens", "course.max_new_tokens (now 190)", "vllm.max_model_len"):
+        with refused(
+            "No evaluation row fits 200 tokens",
+            "course.max_new_tokens (now 190)",
+            "vllm.max_model_len",
+        ):
             evaluator_of(tiny[1], tmp_path, none, 190, limit=200)
 
 
@@ -139,7 +136,6 @@ def test_a_wanted_tool_call_is_written_as_the_template_writes_it(tiny: Tiny) -> 
 
 
 PROMPTS = [[1], [1, 2], [1, 2, 3]]
-CHANGES = [("答案 1", "答案 2"), ("[7, 1]", "[7, 2]"), ("false", "true"), ('"row": 1', '"row": 0')]
 
 
 def ask_into(asked: list[int]) -> evaluating.Ask:
@@ -151,17 +147,15 @@ def ask_into(asked: list[int]) -> evaluating.Ask:
     return ask
 
 
-@pytest.mark.parametrize(("change", "missing"), [(None, []), ("torn", [2]), *((change, [1]) for change in CHANGES)])
-def test_answers_are_asked_once_and_what_was_torn_or_changed_again(tmp_path: Path, change: Any, missing: Any) -> None:
+@pytest.mark.parametrize(("torn", "missing"), [(0, []), (20, [2])])
+def test_answers_are_asked_once_and_what_was_torn_again(tmp_path: Path, torn: int, missing: list[int]) -> None:
     file, asked = tmp_path / "a.jsonl", list[int]()
     whole = evaluating.complete_answers(file, {"model": "m"}, PROMPTS, ask_into([]))
-    if change == "torn":
-        file.write_bytes(file.read_bytes()[:-20])
-    elif change:
-        file.write_text(file.read_text(encoding="utf-8").replace(*change), encoding="utf-8")
+    written = file.read_bytes()
+    file.write_bytes(written[: len(written) - torn])
     for _ in range(2):
         assert evaluating.complete_answers(file, {"model": "m"}, PROMPTS, ask_into(asked)) == whole
-    assert asked == missing and [one.stopped for one in whole] == [True, False, True]
+    assert asked == missing and [answer.stopped for answer in whole] == [True, False, True]
     for decided_by, prompts in (({"model": "x"}, PROMPTS), ({"model": "x"}, [*PROMPTS[:2], [9]])):
         asked.clear()
         evaluating.complete_answers(file, decided_by, prompts, ask_into(asked))
@@ -184,29 +178,29 @@ evaluator.complete_answers(Path(sys.argv[1]), {}, [[n] for n in range(200)], ask
 def test_after_a_kill_only_the_missing_answers_are_asked(tmp_path: Path) -> None:
     file, asked, prompts = tmp_path / "a.jsonl", list[int](), [[number] for number in range(200)]
     assert python("-c", KILLED, file, home=tmp_path, ok=False).returncode == -9
-    assert [one.prompt_ids for one in evaluating.read_answers(file, {}, prompts).values()] == prompts[:9]
+    assert [answer.prompt_ids for answer in evaluating.read_answers(file, {}, prompts).values()] == prompts[:9]
     evaluating.complete_answers(file, {}, prompts, ask_into(asked))
     assert asked == list(range(9, 200))
 
 
-def test_losses_that_were_changed_on_disk_are_measured_again(tmp_path: Path) -> None:
+def test_losses_are_measured_once_and_again_for_another_model(tmp_path: Path) -> None:
     file = tmp_path / "losses.json"
     evaluating.stored_once(file, {"model": "m"}, lambda: [[8.5, 4]])
     assert evaluating.stored_once(file, {"model": "m"}, lambda: []) == [[8.5, 4]]
-    file.write_text(file.read_text(encoding="utf-8").replace("8.5", "0.5"), encoding="utf-8")
-    assert evaluating.stored_once(file, {"model": "m"}, lambda: [[8.5, 4]]) == [[8.5, 4]]
+    assert evaluating.stored_once(file, {"model": "x"}, lambda: []) == []
 
 
 def test_the_loss_is_that_of_the_assistants_tokens_whatever_the_batch(tiny: Tiny, monkeypatch: Any) -> None:
     (model, tokenizer), rows = tiny, rows_of("eval.jsonl", 7)
-    shapes, texts = list[tuple[Any, Any]](), inference.encode_rows(chat.Renderer(tokenizer, "messages"), rows)
-    note = lambda _, args, given, out: shapes.append((out.logits.shape, given["input_ids"].shape))  # noqa: E731
+    shapes, examples = list[tuple[Any, Any]](), chat.Renderer(tokenizer, "messages").encode_all(rows)
+    note = lambda _, args, inputs, out: shapes.append((out.logits.shape, inputs["input_ids"].shape))  # noqa: E731
     monkeypatch.setattr(inference, "MAX_LOGITS", 3072 * 100)
     with model.register_forward_hook(note, with_kwargs=True):
-        found = inference.row_losses(model, texts, 7)
+        losses = inference.row_losses(model, examples, 7)
     assert len(shapes) >= 3  # 7 rows would have been one batch
-    assert all(made[0] * made[1] <= 100 and made[1] < asked[1] for made, asked in shapes)  # logits where needed only
-    for row, (total, tokens) in zip(rows, found, strict=True):
+    for (batch, positions, _), (_, width) in shapes:
+        assert batch * positions <= 100 and positions < width  # logits only where they are needed
+    for row, (total, tokens) in zip(rows, losses, strict=True):
         out = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = torch.tensor([out["input_ids"]]), torch.tensor([out["assistant_masks"]])
         with torch.no_grad():
@@ -217,9 +211,9 @@ def test_the_loss_is_that_of_the_assistants_tokens_whatever_the_batch(tiny: Tiny
 def test_answers_of_one_row_are_added_up_where_each_is_a_text_of_its_own(tiny: Tiny) -> None:
     turns = [turn for row in rows_of("eval.jsonl", 2) for turn in row["messages"]]
     rows = [{"messages": turns}, *rows_of("eval.jsonl", 1)]
-    forms = [inference.encode_rows(chat.Renderer(tiny[1], form), rows) for form in ("messages", "prompt_completion")]
-    assert [[text.row for text in texts] for texts in forms] == [[0, 1], [0, 0, 1]]
-    together, apart = (inference.row_losses(tiny[0], texts, 2) for texts in forms)
+    forms = [chat.Renderer(tiny[1], form).encode_all(rows) for form in ("messages", "prompt_completion")]
+    assert [[example.row for example in examples] for examples in forms] == [[1, 2], [1, 1, 2]]
+    together, apart = (inference.row_losses(tiny[0], examples, 2) for examples in forms)
     assert np.allclose(together, apart, rtol=1e-4)
 
 
@@ -257,15 +251,17 @@ def test_intervals_are_wilsons_or_a_seeded_bootstrap() -> None:
 
 
 @pytest.mark.parametrize(("better", "worse", "same", "p", "interval"), [
-    (0, 0, 20, 1.0, (-0.161, 0.161)), (5, 0, 20, 0.0625, (0.0264, 0.3913)), (8, 2, 20, 0.109375, (-0.0073, 0.3916)),
-    (3, 3, 20, 1.0, (-0.1988, 0.1988)), (12, 2, 36, 0.012939, (0.0569, 0.3404)),
-    (120, 0, 0, 0.0, (0.956, 1.0)),  # rows that all change leave some doubt
+    (0, 0, 20, 1.0, (-0.126, 0.126)), (5, 0, 20, 0.0625, (0.0063, 0.3641)), (8, 2, 20, 0.109375, (-0.0145, 0.3895)),
+    (3, 3, 20, 1.0, (-0.198, 0.198)), (12, 2, 36, 0.012939, (0.0509, 0.3337)),
+    (120, 0, 0, 0.0, (0.9516, 1.0)),  # rows that all change leave some doubt
 ])  # fmt: skip
-def test_shares_compare_by_mcnemar_and_newcombe(better: int, worse: int, same: int, p: float, interval: Any) -> None:
+def test_shares_compare_by_mcnemar_and_bonett_price(
+    better: int, worse: int, same: int, p: float, interval: Any
+) -> None:
     before, after = [0.0] * better + [1.0] * (worse + same), [1.0] * better + [0.0] * worse + [1.0] * same
-    found = scores.paired_share_difference(before, after)
-    assert found.p == pytest.approx(p, abs=1e-6) and found.mean == pytest.approx((better - worse) / len(before))
-    assert (found.low, found.high) == pytest.approx(interval, abs=1e-3)
+    change = scores.paired_share_difference(before, after)
+    assert change.p == pytest.approx(p, abs=1e-6) and change.mean == pytest.approx((better - worse) / len(before))
+    assert (change.low, change.high) == pytest.approx(interval, abs=1e-3)
 
 
 def test_a_difference_is_tested_in_pairs() -> None:
@@ -343,9 +339,8 @@ def test_table_facts_and_verdict_show_one_interval(monkeypatch: pytest.MonkeyPat
 def test_what_looks_wrong_is_flagged() -> None:
     base, tuned = result("base", PROSE, WANTED), result("merged", WANTED, WANTED)
     endless = result("merged", WANTED, WANTED, stopped=False)
-    few = [result(name, texts[:12], WANTED[:12]) for name, texts in (("base", PROSE), ("merged", WANTED))]
     wordy = result("base", PROSE, WANTED, stopped=False)
-    for pair, words in [((base, endless), "60 of 60 answers"), (few, "only 12"), ((wordy, tuned), "")]:
+    for pair, words in [((base, endless), "60 of 60 answers"), ((wordy, tuned), "")]:
         flags = compared(*pair).verdict.flags
         assert len(flags) == bool(words) and words in "".join(flags)
 
@@ -491,7 +486,7 @@ def test_public_benchmarks_run_once_in_a_process_without_secrets(tmp_path: Path,
         evaluation.run_tasks(["--tasks", "shop,missing"], files.TINY_MODEL, file)
     (tmp_path / "lm_eval.py").unlink()  # a second time it is read
     again = evaluation.run_tasks(["--tasks", "shop"], files.TINY_MODEL, file)
-    assert again == measured == {"shop": {"acc": 0.75, "acc_stderr": 0.1}}
+    assert again == measured and measured["shop"]["acc,none"] == 0.75
 
 
 def test_true_answers_help_and_shuffled_ones_do_not() -> None:

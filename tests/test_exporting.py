@@ -196,7 +196,7 @@ def test_the_command_line(merged: Path, jobs: Jobs, tmp_path: Path, monkeypatch:
         assert ran(merged, *words).exit_code == 1 and not (merged.parent / "exports/int8").exists()
     assert "Run lesson 04" in ran(merged, "int8").stderr, "before the work"
     stored = parity.new_store(merged.parent, FIXED, files.stamp(merged) or {})
-    stored.add("merged", Predictions(torch.tensor([[0.7, 0.3]]).log()))
+    stored.add("merged", Predictions(*torch.tensor([[0.7, 0.3]]).log().sort(descending=True)))
     monkeypatch.setattr(make, "read_predictions", lambda *arguments: stored.forms["merged"])
     shown = ran(merged, "awq", "--data", files.SAMPLES / "general.jsonl").output
     assert "next to the same" in shown and jobs[-1].rows, shown
@@ -239,11 +239,11 @@ def test_exports_are_compared_with_what_lesson_04_stored(merged: Path, jobs: Job
     with refused("No predictions of"):
         exporting.check_exports([fp8], run)
     stored = parity.new_store(run, FIXED, files.stamp(merged) or {})
-    stored.add("merged", Predictions(torch.tensor([[0.7, 0.3]]).log()))
-    changed = Predictions(torch.tensor([[0.6, 0.4]]).log())
+    stored.add("merged", Predictions(*torch.tensor([[0.7, 0.3]]).log().sort(descending=True)))
+    changed = Predictions(*torch.tensor([[0.6, 0.4]]).log().sort(descending=True))
     monkeypatch.setattr(make, "read_predictions", lambda *arguments: changed)
     [compared] = exporting.check_exports([fp8], run)
-    assert compared.verdict == "differs a little" and compared.facts["coarse"] and compared.facts["same_choices"] == 1
+    assert compared.verdict == "differs a little" and compared.facts["same_choices"] == 1
     served = served_model.ServedModel.__new__(served_model.ServedModel)
     served.export = fp8  # a price is shown, not refused
     price = served.judge(stored, changed)

@@ -135,9 +135,9 @@ def test_a_begun_run_keeps_the_rows_it_is_validated_on_unless_others_are_named(h
     def validated(**values: Any) -> tuple[int, int]:
         """How many rows lesson 03 validates on, and how many its recipe says."""
         started = lesson.begin("03_qlora", {"PROFILE": "tiny", "MAX_STEPS": 400, **values})
-        dataset = chat.build_dataset(tokenizer, rows, started.profile.sft.max_length)
+        dataset = chat.filter_by_length(tokenizer, rows, started.profile.sft.max_length)
         recipe = started.with_recipe(dataset.lengths, 60).profile.course
-        validation = chat.validation_dataset(dataset.filtered, rows[:60], int(recipe.validation_rows))
+        validation = chat.validation_dataset(dataset, rows[:60], int(recipe.validation_rows))
         return len(validation or ()), int(recipe.validation_rows)
 
     many, _ = validated()

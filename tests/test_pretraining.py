@@ -196,7 +196,7 @@ def test_lesson_07_makes_a_model_that_can_be_tuned(small_run: Path) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     stops = [model.generation_config.eos_token_id]
     filtered = chat.filter_by_length(tokenizer, [{"messages": messages}], 0, stop_ids=stops)
-    assert chat.check_contract(filtered).answers == 1
+    assert "in 1 answers" in chat.check_contract(filtered)
 
 
 @pytest.mark.notebook

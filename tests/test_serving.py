@@ -439,7 +439,8 @@ def test_a_real_server_says_what_generate_says(server: Any, local: tuple[Any, An
     evaluator = evaluation.Evaluator(tmp_path, tokenizer, [*map(json.loads, lines), WITH_TOOLS], size, "float32")
     with model.disable_adapter():
         expected = evaluator.evaluate("base", model, "base").answers
-    served = serving.ask(server.client(), server.model_name, evaluator.questions, 32, tools=evaluator.tools)
+    tools = [row.get("tools") for row in evaluator.rows]
+    served = serving.ask(server.client(), server.model_name, evaluator.questions, 32, tools=tools)
     parity = serving.compare_answers(served, expected)
     assert parity.identical == 12 and not parity.difference, str(parity)
     assert "How many are left" in tokenizer.decode(served[-1].prompt_ids)

@@ -43,7 +43,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from nbutils import chat, checkpoints, files, hardware, lesson, platforms, processes, profiles, tracking
+from nbutils import checkpoints, evaluation, files, hardware, lesson, platforms, processes, profiles, tracking
 from nbutils.plan import gpus
 from nbutils.training import model as lora
 from nbutils.training import oom, resume, run, validation
@@ -143,7 +143,7 @@ def test_four_bit_weights_stay_as_training_reads_them(first: str) -> None:
     before = [layer.weight.data.clone() for layer in layers]
     if first == "answers":
         row = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
-        chat.answer(model, AutoTokenizer.from_pretrained(files.TINY_MODEL), [row], max_new_tokens=2)
+        evaluation.answer_rows(model, AutoTokenizer.from_pretrained(files.TINY_MODEL), [row], max_new_tokens=2)
     else:
         lora.patch_model(adapted(model), fused=False)
         with torch.inference_mode():
@@ -885,7 +885,7 @@ def start(lesson: Any, steps: int, every: int = 2, held_out: int = 3, **settings
     """Trainer and callback of lesson 03, ready to train; they save and validate every second step."""
     settings = {"save_steps": every, "max_steps": steps, "logging_steps": 1} | settings
     trainer = build(lesson.scratch, rows(count=held_out), **settings)
-    dataset: Any = SimpleNamespace(report=SimpleNamespace(trained=5))
+    dataset: Any = SimpleNamespace(trained_tokens=5)
     callback = run.CourseCallback(dataset, lesson.profile, run=lesson.run, folders=lesson.folders, started=0.0)
     trainer.add_callback(callback)
     assert callback.prepare(trainer)

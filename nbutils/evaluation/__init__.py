@@ -3,7 +3,7 @@
 from nbutils.evaluation.comparison import compare_models, open_evaluator, score_table, stored_answers
 from nbutils.evaluation.evaluator import Evaluator, Size
 from nbutils.evaluation.harness import parse_tasks, run_tasks
-from nbutils.evaluation.inference import Answer, Message
+from nbutils.evaluation.inference import Answer, Message, answer_rows
 from nbutils.evaluation.placement import place_model
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Evaluator",
     "Message",
     "Size",
+    "answer_rows",
     "compare_models",
     "open_evaluator",
     "parse_tasks",

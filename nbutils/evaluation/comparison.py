@@ -7,8 +7,8 @@ content decide, and they must rise further than chance explains. The words of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import yaml
 from nbutils import data, display, files, record
 from nbutils.chat import may_skip_thinking
 from nbutils.config import Profile
-from nbutils.data.evidence import ALPHA, DECIDING, FEW_ROWS, LEAST_ROWS
+from nbutils.data.evidence import ALPHA, DECIDING, LEAST_ROWS
 from nbutils.data.texts import shown
 from nbutils.evaluation import scores
 from nbutils.evaluation.evaluator import Evaluator, Facts, Result, Size, Table
@@ -46,7 +46,6 @@ class ScoreDisplay(NamedTuple):
 
 TEXTS = yaml.safe_load(Path(__file__).with_name("texts.yaml").read_text(encoding="utf-8"))
 SHOWN_SCORES = {score: ScoreDisplay(*texts) for score, texts in TEXTS["scores"].items()}
-Means = dict[str, dict[str, Estimate]]  # by score and name of the model
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,16 @@ class Verdict:
     flags: list[str]  # what else looks wrong
     outcome: str  # the word, together with that on general knowledge
 
+    @property
+    def warnings(self) -> list[str]:
+        """The flags as lines."""
+        return [f"[WARN] {flag}" for flag in self.flags]
+
     def __str__(self) -> str:
         lines = [tr("VERDICT: {word}", word=self.outcome), self.why]
         if self.todo:
             lines.append(tr("To do: {todo}", todo=self.todo))
-        lines += [f"[WARN] {flag}" for flag in self.flags]
+        lines += self.warnings
         return "\n".join(part for line in lines for part in display.wrap(line))
 
 
@@ -101,9 +105,9 @@ class Comparison:
         return self.base, self.tuned
 
     @cached_property
-    def means(self) -> Means:
+    def means(self) -> dict[str, dict[str, Estimate]]:
         """Each score of each model with its interval."""
-        return mean_scores(self.results, SHOWN_SCORES)
+        return {score: {result.name: result.estimate(score) for result in self.results} for score in SHOWN_SCORES}
 
     @cached_property
     def changes(self) -> dict[str, Difference]:
@@ -113,6 +117,7 @@ class Comparison:
     @cached_property
     def verdict(self) -> Verdict:
         """Whether the tuning helped; `_case` says when."""
+        rows = len(self.tuned.answers)
         deciding = []
         for score in DECIDING:
             change = self.changes[score]
@@ -120,13 +125,17 @@ class Comparison:
         texts = TEXTS["cases"][self._case()]
         why = tr(
             texts["why"],
-            rows=len(self.base.answers),
+            rows=rows,
             before=round(sum(self.base.scores["exact_match"])),
             after=round(sum(self.tuned.scores["exact_match"])),
             content=joined(deciding, ";"),
         )
+        flags = []
+        cut = sum(not answer.stopped for answer in self.tuned.answers)
+        if cut > rows / 10:
+            flags.append(tr(TEXTS["cut_off"], count=cut, rows=rows))
         outcome = record.outcome(texts["word"], self.forgetting.word)
-        return Verdict(texts["word"], why, tr(texts["todo"]), self._flags(), outcome)
+        return Verdict(texts["word"], why, tr(texts["todo"]), flags, outcome)
 
     def _case(self) -> str:
         """The case in texts.yaml: what decides is content that changed with p below ALPHA and an interval without 0."""
@@ -141,24 +150,13 @@ class Comparison:
             return "no_proof"
         return "helped" if rose else "harmed"
 
-    def _flags(self) -> list[str]:
-        """What else looks wrong: few rows, or many answers of the tuned model that were cut off."""
-        rows = len(self.tuned.answers)
-        cut = sum(not answer.stopped for answer in self.tuned.answers)
-        flags = []
-        if rows < FEW_ROWS:
-            flags.append(tr(TEXTS["few_rows"], rows=rows))
-        if cut > rows / 10:
-            flags.append(tr(TEXTS["cut_off"], count=cut, rows=rows))
-        return flags
-
     @cached_property
     def forgetting(self) -> Forgetting:
         """Whether perplexity on the general rows surely rose above FORGOT_PERPLEXITY, or F1 fell below FORGOT_F1."""
         loss = self.general_tuned.change(self.general_base, "loss")
         f1 = self.general_tuned.change(self.general_base, "character_f1")
-        # the exponential of a difference of losses is the ratio of the perplexities; 50 keeps it finite
-        ratio = Estimate(*(math.exp(min(value, 50.0)) for value in (loss.mean, loss.low, loss.high)))
+        # the exponential of a difference of losses is the ratio of the perplexities
+        ratio = Estimate(_exp(loss.mean), _exp(loss.low), _exp(loss.high))
         answers_lost = f1.mean < FORGOT_F1 and f1.high < 0 and f1.p < 0.05
         if len(self.general_base.answers) < LEAST_GENERAL_ROWS:
             word = "unclear"
@@ -185,7 +183,7 @@ class Comparison:
         for score in names or SHOWN_SCORES:
             change = self.changes[score]
             form = "+" + SHOWN_SCORES[score].form.lstrip("+")
-            row = _table_row(score, self.means)
+            row = _table_row(score, self.means[score])
             row[tr("difference")] = change.text(form)
             row["p"] = change.p_text
             table.append(row)
@@ -204,22 +202,19 @@ class Comparison:
 
     def plot(self, *names: str) -> None:
         """Draw a panel for each score with a dot and its interval for each model; also into evaluation/scores.png."""
-        figure, axes = display.pyplot().subplots(1, len(names), figsize=(8.4, 2.2), squeeze=False)
+        figure, axes = display.pyplot().subplots(
+            ncols=len(names),
+            figsize=(8.4, 2.2),
+            squeeze=False,
+            layout="constrained",
+        )
         for panel, score in zip(axes.flat, names, strict=True):
             for name, mean in self.means[score].items():
-                below = mean.mean - mean.low
-                above = mean.high - mean.mean
-                panel.errorbar(
-                    [tr(name)],
-                    [mean.mean],
-                    [[below], [above]],
-                    fmt="o",
-                    lw=4,
-                )
+                label = tr(name)
+                [bar] = panel.plot([label, label], [mean.low, mean.high], lw=4)
+                panel.plot(label, mean.mean, "o", color=bar.get_color())
             panel.set_title(tr(SHOWN_SCORES[score].label), loc="left")
             panel.margins(x=0.4)
-            panel.grid(axis="y", alpha=0.25)
-        figure.tight_layout()
         display.show_figure(figure, self.page.with_name("scores.png"))
 
     def write_page(self, run: str) -> None:
@@ -230,7 +225,6 @@ class Comparison:
             "report.html",
             run=run,
             comparison=self,
-            evaluator=self.evaluator,
             worst=worst[:WORST_ROWS],
             alpha=f"{ALPHA:g}",
             level=f"{scores.LEVEL:.0%}",
@@ -239,7 +233,6 @@ class Comparison:
             answer=scores.without_thinking,
             language=language(),
         )
-        page = page.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate in an answer becomes "?"
         files.write_text(self.page, page + "\n")
 
     def facts(self) -> Facts:
@@ -247,6 +240,7 @@ class Comparison:
         rows = len(self.base.answers)
         left_out = self.evaluator.left_out
         verdict = self.verdict
+        link = tr("all of it: [evaluation/report.html](evaluation/report.html)")
         measured = {}
         for score, means in self.means.items():
             measured[score] = {name: asdict(mean) for name, mean in means.items()}
@@ -258,13 +252,13 @@ class Comparison:
             "todo": verdict.todo,
             "flags": verdict.flags,
             "scores": measured,
-            "summary": self._summary(),
-            "perplexity": {result.name: result.perplexity for result in self.results},
-            "answers_by": dict.fromkeys(("base", "merged"), "generate"),
+            "summary": [verdict.outcome, *verdict.warnings, link],
+            "perplexity": {result.name: _exp(result.mean("loss")) for result in self.results},
+            "answers_by": {"base": "generate", "merged": "generate"},
             "general": {
                 "verdict": self.forgetting.word,
                 "perplexity_ratio": asdict(self.forgetting.ratio),
-                "loss": {result.name: result.loss for result in (self.general_base, self.general_tuned)},
+                "loss": {result.name: result.mean("loss") for result in (self.general_base, self.general_tuned)},
                 "rows": len(self.general_base.answers),
                 "character_f1_difference": asdict(self.forgetting.f1),
             },
@@ -280,27 +274,15 @@ class Comparison:
             "evaluation": evaluation,
         }
 
-    def _summary(self) -> list[str]:
-        """The lines for report.md of the run."""
-        lines = [self.verdict.outcome]
-        for row in self.table("exact_match", "content"):
-            lines.append(joined(f"{name} {value}" for name, value in row.items()))
-        lines += [f"[WARN] {flag}" for flag in self.verdict.flags]
-        lines.append(tr("all of it: [evaluation/report.html](evaluation/report.html)"))
-        return lines
+
+def _exp(loss: float) -> float:
+    """The perplexity of a loss; 50 keeps that of a broken model finite."""
+    return math.exp(min(loss, 50.0))
 
 
-def mean_scores(results: Sequence[Result], names: Iterable[str]) -> Means:
-    """The means of the named scores, with their intervals, for each result."""
-    return {score: {result.name: result.estimate(score) for result in results} for score in names}
-
-
-def _table_row(score: str, means: Means) -> dict[str, str]:
+def _table_row(score: str, means: Mapping[str, Estimate]) -> dict[str, str]:
     label, form, _ = SHOWN_SCORES[score]
-    row = {tr("score"): tr(label)}
-    for name, mean in means[score].items():
-        row[tr(name)] = mean.text(form)
-    return row
+    return {tr("score"): tr(label)} | {tr(name): mean.text(form) for name, mean in means.items()}
 
 
 def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -> Table:
@@ -310,8 +292,16 @@ def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -
         display.show_table(score_table(model.evaluator, {"tuned": model.ask(server)}))
     """
     results = [evaluator.result(name, model_answers) for name, model_answers in answers.items()]
-    means = mean_scores(results, ("exact_match", "character_f1", "rouge_l", "stopped"))
-    return [_table_row(score, means) for score in means]
+    table = []
+    for score in (
+        "exact_match",
+        "character_f1",
+        "rouge_l",
+        "stopped",
+    ):
+        means = {result.name: result.estimate(score) for result in results}
+        table.append(_table_row(score, means))
+    return table
 
 
 def _masked_text(value: Any) -> str:
@@ -319,32 +309,23 @@ def _masked_text(value: Any) -> str:
     return "\n".join(map(shown, str(value or "").split("\n")))
 
 
-def open_evaluator(
-    run: RunFolder,
-    profile: Profile,
-    folder: Path,
-    *,
-    in_4_bits: bool = False,
-    rows: int = 0,
-    limit: int = 0,
-) -> Evaluator:
-    """The held-out rows for the model in `folder`; rows that do not fit its context, or `limit`, are left out."""
+def open_evaluator(run: RunFolder, profile: Profile, folder: Path, *, in_4_bits: bool = False) -> Evaluator:
+    """The held-out rows for the model in `folder`; rows that do not fit it, or a server of it, are left out."""
     from transformers import AutoConfig, AutoTokenizer
 
     _, held_out = data.load(run.data)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    context = config.get_text_config().max_position_embeddings
     course = profile.course
     dtype = profile.from_pretrained.dtype
     return Evaluator(
         run.path,
         tokenizer,
         held_out,
-        Size(rows or course.evaluation_rows, course.evaluation_batch_size, course.max_new_tokens),
+        Size(course.evaluation_rows, course.evaluation_batch_size, course.max_new_tokens),
         f"{dtype}, {IN_4_BITS}" if in_4_bits else dtype,
         thinking=False if may_skip_thinking(tokenizer, held_out) else None,
-        limit=min(limit, context) if limit else context,
+        limit=min(config.get_text_config().max_position_embeddings, profile.vllm.max_model_len),
     )
 
 
@@ -384,20 +365,12 @@ def stored_answers(run: RunFolder, profile: Profile, folder: Path, rows: int = 0
 
     `rows`: the first ones only. There are no answers if lesson 04 asked another model, or in 4 bits.
     """
-    lesson_04_evaluator = open_evaluator(run, profile, folder)
-    stored = lesson_04_evaluator.stored_answers("merged", files.stamp(folder), folder)
-    by_prompt = {tuple(answer.prompt_ids): answer for answer in stored}
-    evaluator = open_evaluator(
-        run,
-        profile,
-        folder,
-        rows=rows,
-        limit=profile.vllm.max_model_len,
-    )
-    answers = []
-    for prompt in evaluator.prompts:
-        answer = by_prompt.get(tuple(prompt))
-        if answer is None:
-            return evaluator, []
-        answers.append(answer)
-    return evaluator, answers
+    evaluator = open_evaluator(run, profile, folder)
+    stored = evaluator.stored_answers("merged", files.stamp(folder), folder)
+    if rows:
+        size = replace(evaluator.size, rows=rows)
+        evaluator = replace(evaluator, size=size)
+    asked = len(evaluator.rows)
+    if asked > len(stored):
+        return evaluator, []
+    return evaluator, stored[:asked]

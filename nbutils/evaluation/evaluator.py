@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from nbutils.chat import Renderer, find_stop_ids, rows_think, training_format
 from nbutils.data import stored_rows
@@ -28,7 +29,7 @@ from nbutils.language import tr
 FOLDER = "evaluation"  # below the run
 LEAST_TOKENS = 32  # of an answer
 LONGER = 1.5  # times the longest reference
-THINKING_MODES = {None: "the template's default", False: "off (enable_thinking=False)", True: "on"}
+THINKING_MODES = {None: "the template's default", False: "off (enable_thinking=False)"}
 SHARES = ("exact_match", "stopped")  # scores that are 0 or 1 for each row
 Ask = Callable[[dict[int, Tokens]], Iterable[tuple[int, Answer]]]
 Table = list[dict[str, str]]  # for display
@@ -50,19 +51,9 @@ class Result:
         """The answers as text."""
         return [answer.text for answer in self.answers]
 
-    @property
-    def loss(self) -> float:
-        """Nats per assistant token."""
-        return sum(total for total, _ in self.losses) / sum(tokens for _, tokens in self.losses)
-
-    @property
-    def perplexity(self) -> float:
-        """e to the loss; infinite for a broken model."""
-        return math.exp(self.loss) if self.loss < 50 else math.inf
-
     def mean(self, score: str) -> float:
-        """The plain mean of a score."""
-        return sum(self.scores[score]) / len(self.answers)
+        """The mean of a score."""
+        return float(np.average(self.scores[score], weights=self.weights(score)))
 
     def weights(self, score: str) -> list[int] | None:
         """The loss is weighted by tokens, so that its mean is that of the whole text."""
@@ -107,38 +98,38 @@ class Evaluator:
     dtype: str
     subject: str = ""  # in the names of its files
     thinking: bool | None = None
-    limit: int = 0  # 0: none
+    limit: int = sys.maxsize  # tokens of a prompt and its answer
 
     def __post_init__(self) -> None:
         chosen = self.held_out[: self.size.rows or None]
-        form = training_format(self.tokenizer, chosen, self.thinking).value
+        form = training_format(self.tokenizer, chosen, self.thinking)
         self.renderer = Renderer(self.tokenizer, form, self.thinking)
         self.folder = self.run / FOLDER
         self.mode = THINKING_MODES[self.thinking]
         self.rows: list[Row] = []
         self.questions: list[list[Message]] = []
-        self.tools: list[Any] = []
         self.prompts: list[Tokens] = []
         for row in chosen:
-            self._add(row)
+            question = row["messages"][:-1]
+            prompt = self.renderer.prompt(question, row.get("tools"))
+            if len(prompt) + self.size.max_new_tokens <= self.limit:
+                self.rows.append(row)
+                self.questions.append(question)
+                self.prompts.append(prompt)
         self.left_out = len(chosen) - len(self.rows)
         self._report_left_out()
         self.max_new_tokens = self._answer_tokens()
         self.references = [reference_of(self.renderer, row) for row in self.rows]
 
-    def _add(self, row: Row) -> None:
-        """Take a row, unless prompt and answer are longer than the limit."""
-        question = row["messages"][:-1]
-        tools = row.get("tools")
-        prompt = self.renderer.prompt(question, tools)
-        if not self.limit or len(prompt) + self.size.max_new_tokens <= self.limit:
-            self.rows.append(row)
-            self.questions.append(question)
-            self.tools.append(tools)
-            self.prompts.append(prompt)
-
     def _report_left_out(self) -> None:
         """Say how many rows have no room for their answer; stop if no row is left."""
+        if self.left_out:
+            warning = tr(
+                "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
+                count=self.left_out,
+                limit=self.limit,
+            )
+            print(warning)
         if not self.rows:
             raise CourseError(
                 tr("No evaluation row fits {limit:,} tokens with its answer, or there is none.", limit=self.limit),
@@ -148,13 +139,6 @@ class Evaluator:
                     new_tokens=self.size.max_new_tokens,
                 ),
             )
-        if self.left_out:
-            warning = tr(
-                "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
-                count=self.left_out,
-                limit=self.limit,
-            )
-            print(warning)
 
     def _answer_tokens(self) -> int:
         """At most so many as the longest reference needs, unless the model may think before it answers."""
@@ -171,22 +155,17 @@ class Evaluator:
     def general(self) -> Evaluator:
         """The rows of general knowledge, asked in the same way; always all of them."""
         rows = stored_rows(SAMPLES / "general.jsonl")
-        return replace(
-            self,
-            held_out=rows,
-            size=replace(self.size, rows=0),
-            subject="-general",
-        )
+        return replace(self, held_out=rows, size=replace(self.size, rows=0), subject="-general")
 
     def evaluate(self, name: str, model: Any, fingerprint: Any) -> Result:
         """Ask one model, which `fingerprint` identifies; what was stored of it before is not asked again."""
         self.folder.mkdir(parents=True, exist_ok=True)
         model.eval()
-        texts = inference.encode_rows(self.renderer, self.rows)
+        examples = self.renderer.encode_all(self.rows)
         losses = stored_once(
             self.folder / f"losses{self.subject}-{name}.json",
-            self._decided_by(fingerprint, rows=digest([text._asdict() for text in texts])),
-            lambda: inference.row_losses(model, texts, self.size.batch_size),
+            self._decided_by(fingerprint, rows=digest([example._asdict() for example in examples])),
+            lambda: inference.row_losses(model, examples, self.size.batch_size),
         )
         answers = complete_answers(
             self._answers_file(name),
@@ -212,13 +191,15 @@ class Evaluator:
         return Result(self, name, tagged, scored, losses)
 
     def stored_answers(self, name: str, fingerprint: Any, folder: Path) -> list[Answer]:
-        """The stored answers of a folder's model to these very rows, without loading it."""
-        stored = read_answers(
+        """The stored answers of a folder's model to these very rows, without loading it; none if one is missing."""
+        answers = read_answers(
             self._answers_file(name),
             self._decided_by(fingerprint, stops=self._stops(folder)),
             self.prompts,
         )
-        return list(stored.values())
+        if len(answers) < len(self.prompts):
+            return []
+        return [answers[row] for row in sorted(answers)]
 
     def _decided_by(self, fingerprint: Any, **more: Any) -> Facts:
         return {
@@ -237,10 +218,11 @@ class Evaluator:
     def with_think_tag(self, answers: Sequence[Answer]) -> list[Answer]:
         """The answers with the `<think>` that a prompt may have opened for them, so that thinking is seen as such."""
         ending = self.tokenizer.decode(self.prompts[0][-12:])  # that of every prompt
-        opened = "<think>" if ending.rstrip().endswith("<think>") else ""
+        if not ending.rstrip().endswith("<think>"):
+            return list(answers)
         tagged = []
         for answer in answers:
-            text = opened + answer.text
+            text = f"<think>{answer.text}"
             tagged.append(replace(answer, text=text))
         return tagged
 
@@ -296,23 +278,17 @@ def digest(value: Any) -> str:
 def stored_once(file: Path, decided_by: Facts, make: Callable[[], Any]) -> Any:
     """A JSON value that is made once and then read from its file, as long as what decides it stays the same."""
     fingerprint = digest(decided_by)
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError):
         stored = read_json(file)
-        if stored["fingerprint"] == fingerprint and stored["check"] == digest(stored["value"]):
+        if stored["fingerprint"] == fingerprint:
             return stored["value"]
     value = make()
-    stored = {
-        "fingerprint": fingerprint,
-        "decided_by": decided_by,
-        "check": digest(value),
-        "value": value,
-    }
-    write_json(file, stored)
+    write_json(file, {"fingerprint": fingerprint, "decided_by": decided_by, "value": value})
     return value
 
 
 def read_answers(file: Path, decided_by: Facts, prompts: list[Tokens]) -> dict[int, Answer]:
-    """The answers in a file by row; none from a file of another fingerprint, nor from a line torn or changed."""
+    """The answers in a file by row; none from a file of another fingerprint."""
     answers: dict[int, Answer] = {}
     if not file.exists():
         return answers
@@ -320,35 +296,26 @@ def read_answers(file: Path, decided_by: Facts, prompts: list[Tokens]) -> dict[i
     if header != _header(decided_by, prompts):
         return answers
     for line in lines:
-        with suppress(ValueError, KeyError, TypeError, IndexError):
+        with suppress(ValueError):  # a kill may have torn it
             stored = json.loads(line)
-            row = int(stored["row"])
-            answer = Answer(
-                prompts[row],
-                stored["token_ids"],
-                stored["text"],
-                stored["stopped"],
-            )
-            if line == _line(row, answer):
-                answers[row] = answer
-    return dict(sorted(answers.items()))
+            row = stored["row"]
+            answers[row] = Answer(prompts[row], stored["token_ids"], stored["text"], stored["stopped"])
+    return answers
 
 
 def complete_answers(file: Path, decided_by: Facts, prompts: list[Tokens], ask: Ask) -> list[Answer]:
     """The answers in order: those the file has already, and the missing ones from `ask`, written as they come."""
     answers = read_answers(file, decided_by, prompts)
     missing = {row: prompt for row, prompt in enumerate(prompts) if row not in answers}
-    if missing:
-        lines = [_header(decided_by, prompts)]
-        lines += [_line(row, answer) for row, answer in answers.items()]
-        whole = "\n".join(lines)
-        write_text(file, f"{whole}\n")  # so that a line torn by a kill is gone
-        with open(file, "a", encoding="utf-8", newline="\n") as out:
-            for row, answer in ask(missing):
-                answers[row] = answer
-                out.write(f"{_line(row, answer)}\n")
-                out.flush()
-            os.fsync(out.fileno())
+    if not answers:
+        header = _header(decided_by, prompts)
+        write_text(file, f"{header}\n")
+    with open(file, "a", encoding="utf-8", newline="\n") as out:
+        out.write("\n")  # a kill may have torn the last line
+        for row, answer in ask(missing):
+            answers[row] = answer
+            out.write(f"{_line(row, answer)}\n")
+            out.flush()
     return [answers[row] for row in range(len(prompts))]
 
 
@@ -358,12 +325,10 @@ def _header(decided_by: Facts, prompts: list[Tokens]) -> str:
 
 
 def _line(row: int, answer: Answer) -> str:
-    """One stored answer, with a checksum over its prompt too."""
     stored = {
         "row": row,
         "token_ids": answer.token_ids,
         "text": answer.text,
         "stopped": answer.stopped,
-        "check": digest([answer.prompt_ids, answer.token_ids, answer.text, answer.stopped]),
     }
     return json.dumps(stored, ensure_ascii=False)

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from nbutils.errors import CourseError
 from nbutils.evaluation.evaluator import stored_once
@@ -16,7 +17,7 @@ from nbutils.files import read_json, stamp
 from nbutils.language import tr
 from nbutils.masking import without_secrets
 
-Metrics = dict[str, dict[str, float]]  # by task and by name
+Metrics = dict[str, dict[str, Any]]  # by task and by name
 
 
 def parse_tasks(text: str) -> list[str]:
@@ -31,7 +32,7 @@ def parse_tasks(text: str) -> list[str]:
 
 
 def run_tasks(words: Sequence[str], model: Path | str, file: Path) -> Metrics:
-    """What lm-eval measures with these words of its command; once for a model, then it is read from `file`.
+    """What lm-eval measures with these words of its command, under its own names; once for a model, then from `file`.
 
     Example:
         words = ["--model", "hf", "--model_args", f"pretrained={folder}", "--tasks", "hellaswag"]
@@ -69,8 +70,5 @@ def _measure(words: Sequence[str]) -> Metrics:
                 ),
                 todo=tr("Correct LM_EVAL_TASKS or the network, or leave it empty."),
             )
-        results = read_json(files[-1])["results"]
-    return {
-        task: {name.removesuffix(",none"): value for name, value in values.items() if isinstance(value, float)}
-        for task, values in results.items()
-    }
+        metrics: Metrics = read_json(files[-1])["results"]
+    return metrics

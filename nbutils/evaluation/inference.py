@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from tqdm.auto import tqdm
 
-from nbutils import hardware
-from nbutils.chat import Renderer, find_stop_ids
+from nbutils import distributed, hardware
+from nbutils.chat import Example, Renderer, find_stop_ids, may_skip_thinking
 from nbutils.language import tr
 
 STOP_CHECK = 16  # decoding steps between two checks whether all answers have ended: a check makes the GPU wait
-MEMORY_SHARE = 0.5  # of the free GPU memory is planned for; the rest is for copies while the KV cache grows
 MAX_LOGITS = 2**28  # of one batch of losses: half a GiB in 16 bits, whatever the vocabulary
 Tokens = list[int]
 Message = dict[str, Any]
@@ -31,85 +31,73 @@ class Answer:
     stopped: bool = True
 
 
-class Encoded(NamedTuple):
-    """A row as token ids, and the positions whose prediction counts (one before each trained token)."""
-
-    row: int
-    ids: Tokens
-    places: list[int]
-
-
 def in_batches(
-    order: Sequence[int],
+    items: Sequence[Any],
     batch_size: int,
-    work: Callable[[Sequence[int]], list[Any]],
-) -> Iterator[tuple[int, Any]]:
-    """Results of `work` row by row; where GPU memory runs out, the batch is halved and the work goes on."""
+    work: Callable[[Sequence[Any]], list[Any]],
+    title: str = "",
+) -> Iterator[tuple[Any, Any]]:
+    """Each item with its result; where GPU memory runs out, the batch is halved and the work goes on.
+
+    Similar lengths should be neighbors, the longest first: then little is padded, and short memory shows at once.
+    """
     done = 0
-    while done < len(order):
-        batch = order[done : done + batch_size]
-        results: list[Any] = []
-        try:
-            results = work(batch)
-        except RuntimeError as problem:
-            if len(batch) == 1 or not hardware.out_of_memory(problem):
-                raise
-        if not results:
-            batch_size = len(batch) // 2
-            text = tr(
-                "out of memory with {count} rows at a time: going on with {half}",
-                count=len(batch),
-                half=batch_size,
-            )
-            print(text)
-            hardware.free_memory()  # out here, where the failed call's tensors are no longer held by its error
-        yield from zip(batch, results, strict=False)
-        done += len(results)
+    with tqdm(total=len(items), desc=title, unit=tr("row"), disable=not title or not items) as progress:
+        while done < len(items):
+            batch = items[done : done + batch_size]
+            results: list[Any] = []
+            try:
+                results = work(batch)
+            except RuntimeError as problem:
+                if len(batch) == 1 or not hardware.out_of_memory(problem):
+                    raise
+            if not results:
+                batch_size = len(batch) // 2
+                print(tr("out of memory with {count} rows at a time: going on with half of them", count=len(batch)))
+                hardware.free_memory()  # out here, where the failed call's tensors are no longer held by its error
+            done += len(results)
+            progress.update(len(results))
+            yield from zip(batch, results, strict=False)
 
 
-def longest_first(
-    model: Any,
-    lengths: Mapping[int, int],
-    batch_size: int,
-    work: Callable[[Sequence[int]], list[Any]],
-    title: str,
-) -> Iterator[tuple[int, Any]]:
-    """Results for numbered texts of these lengths, in batches of similar ones: if memory is short, it shows at once."""
-    order = sorted(lengths, key=lengths.__getitem__, reverse=True)
-    batch_size = fitting_batch(model, lengths[order[0]], batch_size)
-    results = in_batches(order, batch_size, work)
-    yield from tqdm(results, total=len(order), desc=title, unit=tr("row"))
-
-
-def fitting_batch(model: Any, tokens: int, most: int) -> int:
-    """Rows of one batch: a decoding step takes as long for 200 as for one, so as many as free GPU memory holds."""
-    import torch
-
-    if model.device.type != "cuda":
-        return most
-    hardware.free_memory()
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
-    activations = 4 * config.intermediate_size
-    row_bytes = tokens * (kv_cache + activations) * model.dtype.itemsize
-    free_bytes, _ = torch.cuda.mem_get_info(model.device)
-    fitting = int(MEMORY_SHARE * free_bytes / row_bytes)
-    return max(1, min(most, fitting))
-
-
-def padded(texts: Sequence[Tokens], pad: int, device: Any, *, left: bool) -> tuple[Any, Any]:
-    """Token ids and attention mask of a batch, padded on one side."""
+def padded(texts: Sequence[Tokens], pad: int, device: Any) -> tuple[Any, Any, Any]:
+    """Token ids, attention mask and positions of a batch, padded at the left: so all texts end at the right."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    side = "left" if left else "right"
     rows = [torch.tensor(text) for text in texts]
     ones = [torch.ones_like(row) for row in rows]
-    ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side=side)
-    mask = pad_sequence(ones, batch_first=True, padding_side=side)
-    return ids.to(device), mask.to(device)
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+    mask = pad_sequence(ones, batch_first=True, padding_side="left")
+    positions = mask.cumsum(-1) - 1
+    return (
+        ids.to(device),
+        mask.to(device),
+        positions.clamp(min=0).to(device),
+    )
+
+
+def answer_rows(model: Any, tokenizer: Any, rows: Sequence[Row], max_new_tokens: int = 128) -> list[str]:
+    """What the model itself answers to the last question of each row; greedy, so it is the same every time.
+
+    Example:
+        [text] = evaluation.answer_rows(model, tokenizer, [{"messages": [question, expected_answer]}])
+    """
+    if distributed.strategy() in distributed.SHARDED:
+        return [tr("(not asked: no process has the whole model; lesson 04 asks)")] * len(rows)
+    thinking = False if may_skip_thinking(tokenizer, rows) else None
+    renderer = Renderer(tokenizer, "prompt_completion", thinking)
+    prompts = [renderer.prompt(row["messages"][:-1], row.get("tools")) for row in rows]
+    stops = sorted(find_stop_ids(tokenizer, model.generation_config))
+    training = model.training
+    hardware.keep_4bit_layout(model)
+    model.eval()
+    answers = []
+    for prompt in prompts:  # one by one: the attention of a training may know no padding
+        [ids] = generate_ids(model, [prompt], max_new_tokens, stops)
+        answers.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
+    model.train(training)
+    return answers
 
 
 def answer_prompts(
@@ -121,54 +109,51 @@ def answer_prompts(
 ) -> Iterator[tuple[int, Answer]]:
     """Answers to numbered prompts as they come."""
     stops = sorted(find_stop_ids(tokenizer, model.generation_config))
-    pad = stops[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
-    def generate(batch: Sequence[int]) -> list[Tokens]:
-        return generate_ids(model, [prompts[number] for number in batch], max_new_tokens, stops, pad)
+    def generate(numbers: Sequence[int]) -> list[Tokens]:
+        batch = [prompts[number] for number in numbers]
+        decoded = decode_on_gpu(model, batch, max_new_tokens, stops)
+        return decoded or generate_ids(model, batch, max_new_tokens, stops)
 
-    lengths = {number: len(prompt) + max_new_tokens for number, prompt in prompts.items()}
-    for number, ids in longest_first(model, lengths, batch_size, generate, tr("answers")):
+    order = sorted(prompts, key=lambda number: len(prompts[number]), reverse=True)
+    for number, generated in in_batches(order, batch_size, generate, tr("answers")):
+        end = next((at for at, token in enumerate(generated) if token in stops), len(generated))
+        ids = generated[: end + 1]
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        stopped = bool(ids) and ids[-1] in stops
-        yield number, Answer(prompts[number], ids, text, stopped)
+        yield number, Answer(prompts[number], ids, text, stopped=end < len(generated))
 
 
-def generate_ids(
-    model: Any,
-    prompts: Sequence[Tokens],
-    max_new_tokens: int,
-    stops: Tokens,
-    pad: int,
-) -> list[Tokens]:
-    """The generated tokens of one batch; each output ends at its first stop token."""
+def generate_ids(model: Any, prompts: Sequence[Tokens], max_new_tokens: int, stops: Tokens) -> list[Tokens]:
+    """The generated tokens of one batch; after its first stop token an output has only stop tokens."""
     import torch
 
-    ids, mask = padded(prompts, pad, model.device, left=True)
+    ids, mask, _ = padded(prompts, stops[0], model.device)
     with torch.inference_mode():
-        rows = decode_on_gpu(model, ids, mask, max_new_tokens, stops)
-        if not rows:
-            generated = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                pad_token_id=pad,
-                eos_token_id=stops,
-                use_cache=True,
-            )
-            rows = generated[:, ids.shape[1] :].tolist()
-    for row in rows:
-        end = next((at for at, token in enumerate(row) if token in stops), len(row))
-        del row[end + 1 :]
+        generated = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            temperature=None,  # these three: or transformers warns that they are not used
+            top_p=None,
+            top_k=None,
+            pad_token_id=stops[0],
+            eos_token_id=stops,
+            use_cache=True,
+        )
+    rows: list[Tokens] = generated[:, ids.shape[1] :].tolist()
     return rows
 
 
-def decode_on_gpu(model: Any, ids: Any, mask: Any, max_new_tokens: int, stops: Tokens) -> list[Tokens]:
+def decode_on_gpu(model: Any, prompts: Sequence[Tokens], max_new_tokens: int, stops: Tokens) -> list[Tokens]:
     """`decode` where it is faster than transformers' own loop, on a GPU with SDPA; [] where it cannot be used."""
+    import torch
+
     if model.device.type != "cuda" or model.config.get_text_config()._attn_implementation != "sdpa":
         return []
     try:
-        return decode(model, ids, mask, max_new_tokens, stops)
+        with torch.inference_mode():
+            return decode(model, prompts, max_new_tokens, stops)
     except Exception as problem:
         if hardware.out_of_memory(problem):
             raise
@@ -177,17 +162,17 @@ def decode_on_gpu(model: Any, ids: Any, mask: Any, max_new_tokens: int, stops: T
         return []
 
 
-def decode(model: Any, ids: Any, mask: Any, max_new_tokens: int, stops: Tokens) -> list[Tokens]:
+def decode(model: Any, prompts: Sequence[Tokens], max_new_tokens: int, stops: Tokens) -> list[Tokens]:
     """Greedy decoding with a static cache. On a GPU a step is recorded once as a CUDA graph and then replayed: a small
     model spends most of a step starting its kernels."""
     import torch
     from transformers import StaticCache
 
+    ids, mask, positions = padded(prompts, stops[0], model.device)
     width = ids.shape[1]
     longest = width + max_new_tokens
     stop_ids = torch.tensor(stops, device=ids.device)
     cache = StaticCache(config=model.config.get_text_config(), max_cache_len=longest)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
 
     def next_tokens(ids: Any, attended: Any, positions: Any) -> Any:
         output = model(
@@ -228,63 +213,62 @@ def decode(model: Any, ids: Any, mask: Any, max_new_tokens: int, stops: Tokens) 
     return torch.cat(generated, dim=1).tolist()
 
 
-def encode_rows(renderer: Renderer, rows: Sequence[Row]) -> list[Encoded]:
-    """Rows as training sees them."""
-    encoded = []
-    for example in renderer.encode_all(rows):
-        trained = [position for position, mask in enumerate(example.trained) if mask and position]
-        before = [position - 1 for position in trained]
-        ids = list(example.ids)
-        encoded.append(Encoded(example.row - 1, ids, before))
-    return encoded
-
-
-def row_losses(model: Any, texts: Sequence[Encoded], batch_size: int) -> list[RowLoss]:
-    """The loss of every row, in order."""
-    config = model.config.get_text_config()
-    spans = [text.places[-1] - text.places[0] + 1 for text in texts]
-    logits = config.vocab_size * max(spans)
+def row_losses(model: Any, examples: Sequence[Example], batch_size: int) -> list[RowLoss]:
+    """The loss of every row, in order; a row may have several examples."""
+    positions = max(map(loss_positions, examples))
+    logits = positions * model.config.get_text_config().vocab_size
     most = max(1, MAX_LOGITS // logits)
-
-    def losses(batch: Sequence[int]) -> list[float]:
-        return summed_losses(model, [texts[number] for number in batch])
-
-    lengths = {number: len(text.ids) for number, text in enumerate(texts)}
-    rows = [(0.0, 0)] * (1 + texts[-1].row)
-    measured = longest_first(
-        model,
-        lengths,
+    rows = [(0.0, 0)] * examples[-1].row
+    losses = in_batches(
+        sorted(examples, key=lambda example: len(example.ids), reverse=True),
         min(batch_size, most),
-        losses,
+        partial(example_losses, model),
         tr("losses"),
     )
-    for number, loss in measured:
-        text = texts[number]
-        total, tokens = rows[text.row]
-        rows[text.row] = (total + loss, tokens + len(text.places))
+    for example, (loss, trained) in losses:
+        row = example.row - 1
+        total, tokens = rows[row]
+        rows[row] = (total + loss, tokens + trained)
     return rows
 
 
-def summed_losses(model: Any, texts: Sequence[Encoded]) -> list[float]:
-    """Of one batch, with logits only between the first and the last position that any of its texts needs."""
+def loss_positions(example: Example) -> int:
+    """How many tokens there are from the first trained one on."""
+    first = max(1, example.trained.index(1))  # the first token of a text has nothing to be predicted from
+    return len(example.ids) - first
+
+
+def example_losses(model: Any, examples: Sequence[Example]) -> list[RowLoss]:
+    """Of one batch, with logits only where a loss may be."""
     import torch
 
-    ids, mask = padded([text.ids for text in texts], 0, model.device, left=False)
-    first = min(text.places[0] for text in texts)
-    last = max(text.places[-1] for text in texts)
-    needed = torch.arange(first, last + 1, device=model.device)
     losses = []
     with torch.inference_mode():
-        logits = model(
-            input_ids=ids,
-            attention_mask=mask,
-            use_cache=False,
-            logits_to_keep=needed,
-        ).logits
-        for row, text in enumerate(texts):
-            places = torch.tensor(text.places, device=model.device)
-            predicted = logits[row, places - first].float()  # by row: a batch of float32 would double the memory
-            expected = ids[row, places + 1]
-            loss = torch.nn.functional.cross_entropy(predicted, expected, reduction="sum")
-            losses.append(float(loss))
+        counts = [loss_positions(example) for example in examples]
+        texts = [list(example.ids) for example in examples]
+        logits = end_logits(
+            model,
+            [text[:-1] for text in texts],
+            max(counts),
+        )
+        for row, count in enumerate(counts):
+            predicted = logits[row, -count:].float()  # by row: a batch of float32 would double the memory
+            expected = torch.tensor(texts[row][-count:], device=model.device)
+            by_token = torch.nn.functional.cross_entropy(predicted, expected, reduction="none")
+            mask = examples[row].trained[-count:]
+            trained = torch.tensor(list(mask), device=model.device)
+            loss = (by_token * trained).sum()
+            losses.append((float(loss), mask.count(1)))
     return losses
+
+
+def end_logits(model: Any, texts: Sequence[Tokens], count: int) -> Any:
+    """The logits at the last `count` positions of each text of a batch."""
+    ids, mask, positions = padded(texts, 0, model.device)
+    return model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        use_cache=False,
+        logits_to_keep=count,
+    ).logits

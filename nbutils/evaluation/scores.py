@@ -89,11 +89,11 @@ def content(score: Score, answers: Sequence[str], references: Sequence[str]) -> 
         return contents
     for place, row in enumerate(circle):
         answer = answers[row]
-        own = score(answer, references[row])
         next_rows = [*circle[place + 1 :], *circle]
         against = 0.0
         for lender in next_rows[:others]:
             against += score(answer, references[lender])
+        own = score(answer, references[row])
         contents[row] = own - against / others
     return contents
 
@@ -174,35 +174,28 @@ def paired_difference(
 
 
 def paired_share_difference(before: Sequence[float], after: Sequence[float]) -> Difference:
-    """The same of values that are 0 or 1: exact McNemar, and Newcombe's interval.
+    """The same of values that are 0 or 1: exact McNemar, and the interval of Bonett and Price.
 
-    A bootstrap would have no width where every row changed alike, and be too sure.
+    A bootstrap would have no width where every row changed alike, and be too sure: so a change each way is added.
     """
-    from scipy.stats import binomtest
+    from scipy.stats import binomtest, norm
 
-    first = estimate_share(before)
-    second = estimate_share(after)
-    correlation = 0.0
-    if np.std(before) and np.std(after):
-        correlation = np.corrcoef(before, after)[0, 1]
-
-    def width(left: float, right: float) -> float:
-        squared = left**2 - 2 * correlation * left * right + right**2
-        return math.sqrt(max(0.0, squared))
-
-    mean = second.mean - first.mean
-    low = mean - width(
-        second.mean - second.low,
-        first.high - first.mean,
-    )
-    high = mean + width(
-        second.high - second.mean,
-        first.mean - first.low,
-    )
     change = np.subtract(after, before)
-    changed = int(np.count_nonzero(change))
+    risen = int(np.count_nonzero(change > 0))
+    fallen = int(np.count_nonzero(change < 0))
     p = 1.0
-    if changed:
-        risen = int(np.count_nonzero(change > 0))
-        p = float(binomtest(risen, changed).pvalue)
-    return Difference(mean, low, high, p, "exact McNemar")
+    if risen or fallen:
+        p = float(binomtest(risen, risen + fallen).pvalue)
+    rows = len(change) + 2
+    up = (risen + 1) / rows
+    down = (fallen + 1) / rows
+    middle = up - down
+    error = math.sqrt((up + down - middle**2) / rows)
+    margin = float(norm.ppf((1 + LEVEL) / 2)) * error
+    return Difference(
+        mean=float(change.mean()),
+        low=max(-1.0, middle - margin),
+        high=min(1.0, middle + margin),
+        p=p,
+        test="exact McNemar",
+    )

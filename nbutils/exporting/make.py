@@ -342,7 +342,8 @@ def read_predictions(name: str, folder: Path, fixed: parity.FixedSet) -> parity.
             fixed=asdict(fixed),
         )
         run_job(job, tr("reading {name}", name=name))
-        return parity.Predictions(load_file(job.out)["logs"])
+        tensors = load_file(job.out)
+        return parity.Predictions(tensors["logs"], tensors["tokens"])
 
 
 def export_formats(folder: Path, names: Sequence[str], out: Path | None, data: Path | None, check: bool) -> None:

@@ -133,7 +133,7 @@ def read_predictions(job: Job) -> None:
         gguf_file=gguf_files[0] if gguf_files else None,
     )
     predictions = parity.measure(model, parity.FixedSet(**job.fixed))
-    save_file({"logs": predictions.log_probs.contiguous()}, job.out)
+    save_file({"logs": predictions.log_probs.contiguous(), "tokens": predictions.tokens.contiguous()}, job.out)
 
 
 WORKS = {

@@ -113,7 +113,7 @@ class CourseCallback(TrainerCallback):
         base_model: dict[str, str] | None = None,
         max_hours: float = 0.0,
     ) -> None:
-        self.dataset = dataset  # chat.ChatDataset
+        self.dataset = dataset  # chat.FilteredRows
         self.profile = profile
         self.run = run
         self.folders = folders
@@ -132,7 +132,7 @@ class CourseCallback(TrainerCallback):
     def prepare(self, trainer: Any) -> str:
         """Check disk and rows, fuse the LoRA layers, take the run's fingerprint; returns a line to print."""
         self.require_room(trainer)
-        chat.check_trainer(trainer, self.dataset.report)
+        chat.check_trainer(trainer, self.dataset)
         sharding.use_engine(trainer)
         layers = model.patch_lora_kernels(trainer)
         self.take_over(trainer)
@@ -144,7 +144,7 @@ class CourseCallback(TrainerCallback):
             "lora": profile.lora.model_dump(mode="json"),
         }
         distributed.require_same(self.fingerprint | {"sft": dict(profile.sft)})
-        tokens = self.dataset.report.trained
+        tokens = self.dataset.trained_tokens
         return tr("{tokens:,} tokens to learn from; {layers} fused LoRA layers", tokens=tokens, layers=layers)
 
     def require_room(self, trainer: Any) -> None:

@@ -206,7 +206,7 @@ print(plan.command(len(examples.lengths), mean(examples.lengths)))
 # %% [markdown]
 # ## 约定
 #
-# 训练和推理的输入必须一致：服务按对话模板拼出的提示词，要和训练文本中回答之前的部分逐 token 相同；每个回答的每个 token 都要训练，别的 token 都不训练；每个回答都要以结束符收尾。遇到第一处不符合，检查就停下，指出是哪条样本、哪个 token。
+# 训练和推理的输入必须一致：服务按对话模板拼出的提示词，要和训练文本中回答之前的部分逐 token 相同；每个回答的每个 token 都要训练，别的 token 都不训练；每个回答都要以结束符收尾。遇到第一处不符合，检查就停下，指出是哪条样本、哪个 token。格式 `messages` 表示训练整段对话；`prompt_completion` 表示对话模板不能照服务看到的样子标出回答，所以每个回答单独成为一条训练样本。
 
 # %%
 print(chat.check_contract(examples))
@@ -238,4 +238,4 @@ for problem in problems if my_rows != [given] else []:
 #
 # 留两个问题给你：如果样本的回答互相矛盾，模型会学到什么？验证集为什么要在训练前留出，而不是训练后？
 # %%
-lesson.finish(card, examples)
+lesson.finish(card, longest_row_tokens=examples.longest, rows_too_long=len(examples.too_long))

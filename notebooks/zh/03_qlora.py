@@ -90,9 +90,10 @@ from nbutils import chat
 
 tokenizer = AutoTokenizer.from_pretrained(lesson.model, trust_remote_code=False)
 stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
-dataset = chat.build_dataset(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids)
-dataset.filtered.write_too_long(lesson.run.data)
+dataset = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids)
+dataset.write_too_long(lesson.run.data)
 print(dataset)
+print(chat.check_contract(dataset))
 
 # %% [markdown]
 # ## 训练配方
@@ -104,7 +105,7 @@ from nbutils import display, plan
 
 lesson = lesson.with_recipe(dataset.lengths, len(eval_rows))
 profile = lesson.profile
-validation = chat.validation_dataset(dataset.filtered, eval_rows, profile.course.validation_rows)
+validation = chat.validation_dataset(dataset, eval_rows, profile.course.validation_rows)
 most = ("method", "from_pretrained", "lora.r", "sft.max_length", "sft.per_device_train_batch_size",
         "sft.gradient_accumulation_steps", "sft.num_train_epochs", "sft.max_steps", "sft.learning_rate", "sft.packing",
         "course.conversations_per_step")
@@ -152,8 +153,10 @@ print(f"模型占用 {model.get_memory_footprint() / 2**20:,.0f} MiB")
 # 从验证集取三个问题，让还没微调的基座模型回答。训练后再问同样三个。
 
 # %%
+from nbutils import evaluation
+
 questions = eval_rows[:3]
-before = chat.answer(model, tokenizer, questions)
+before = evaluation.answer_rows(model, tokenizer, questions)
 display.show_answers(questions, before=before)
 
 # %% [markdown]
@@ -228,7 +231,7 @@ if profile.course.early_stopping_patience:
 trainer = SFTTrainer(
     model=model,
     args=settings,
-    train_dataset=dataset.train,
+    train_dataset=chat.training_dataset(dataset),
     eval_dataset=validation,
     processing_class=tokenizer,
     peft_config=lora,
@@ -276,7 +279,7 @@ display.plot_loss_examples()
 # 还是那三个问题，现在带着适配器回答。第 04 课会问完验证集的所有问题，再比较分数。
 
 # %%
-after = chat.answer(trainer.model, tokenizer, questions)
+after = evaluation.answer_rows(trainer.model, tokenizer, questions)
 display.show_answers(questions, before=before, after=after)
 
 # %% [markdown]

@@ -84,11 +84,11 @@ tuned = PeftModel.from_pretrained(base, lesson.run.adapter)
 # 从验证集取一个问题，看带适配器的模型怎么答；下面会拿同一个问题问合并后的模型。
 
 # %%
-from nbutils import chat, data
+from nbutils import data
 
 train_rows, eval_rows = data.load(lesson.run.data)
 *_, question, reference = eval_rows[0]["messages"]
-[from_adapter] = chat.answer(tuned, tokenizer, eval_rows[:1])
+[from_adapter] = evaluation.answer_rows(tuned, tokenizer, eval_rows[:1])
 print("问题    ", question["content"])
 print("参考答案", reference["content"])
 print("适配器  ", from_adapter)
@@ -167,14 +167,14 @@ for file in sorted(folder.iterdir()):
 
 # %%
 del base, tuned, layer
-[from_merged] = chat.answer(placement.load(folder), tokenizer, eval_rows[:1])
+[from_merged] = evaluation.answer_rows(placement.load(folder), tokenizer, eval_rows[:1])
 print("适配器", from_adapter)
 print("合并后", from_merged)
 
 # %% [markdown]
 # ## 证明
 #
-# 回答一样，不等于合并没出错。所以每个权重都抽几行，用基座模型和适配器重新算一遍。再让带适配器的模型和合并后的模型在约 200 个位置上预测下一个 token，比较整个词表的概率。两者的距离（KL 散度，单位是 nats/token）在模型相同时为 0；有舍入误差时是一个很小的数，见“是同一个模型”那一行。第一行用来对照：微调让模型变了多少。
+# 回答一样，不等于合并没出错。所以每个权重都抽几行，用基座模型和适配器重新算一遍。再让带适配器的模型和合并后的模型在约 200 个位置上预测下一个 token，比较概率最高的 256 个 token 的概率。两者的距离（KL 散度，单位是 nats/token）在模型相同时为 0；有舍入误差时是一个很小的数，见“是同一个模型”那一行。第一行用来对照：微调让模型变了多少。
 #
 # QLoRA 的适配器是在 4 bit 的基座模型上训练的，而合并后的模型没有量化。这一步也会改变预测，通常只变一点，见“代价”那一行。想避免，就设 `MERGE_ONTO = "dequantized"`，这样合并用的模型就和训练时一样，只有 4 bit 的精度。如果合并后的模型和带适配器的模型对不上，这一课停在这里。未量化的模型放不进内存或显存时，只靠权重来证明。
 

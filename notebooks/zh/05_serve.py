@@ -203,10 +203,12 @@ print(same_answers)
 # 自己读几条。
 
 # %%
-same_answers.show(rows=3)
+from nbutils import display
+
+display.show_table(same_answers.table[:3])
 
 # %% [markdown]
-# 回答一样，不等于模型没变。所以还要在第 04 课存下的几百个位置上比较概率。距离用 KL 散度衡量，单位是 nats/token：0 表示概率完全相同，float32 的舍入误差不到 0.00001（1e-05）。前几行第 04 课已经见过，最后一行是新的：“合并后的模型（vLLM）”就是这个服务。写着“至少”，是因为 vLLM 只返回概率最高的一些 token。如果距离远超舍入误差，说明服务里跑的是另一个模型，这一课就会停下。
+# 回答一样，不等于模型没变。所以还要在第 04 课存下的几百个位置上比较概率。距离用 KL 散度衡量，单位是 nats/token：0 表示概率完全相同，float32 的舍入误差不到 0.00001（1e-05）。前几行第 04 课已经见过，最后一行是新的：“合并后的模型（vLLM）”就是这个服务。vLLM 在每个位置只返回概率最高的 20 个 token，所以只比较这些。如果距离远超舍入误差，说明服务里跑的是另一个模型，这一课就会停下。
 
 # %%
 same_model = model.compare_predictions(server)

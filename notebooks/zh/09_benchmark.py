@@ -159,7 +159,7 @@ benchmark.plot(lesson.run.path / "bench.png")
 # %% [markdown]
 # ## 还是同一个模型吗？
 #
-# 两个模型的预测相差多远，用 KL 散度衡量，单位是 nats/token：0 表示给每个 token 的概率都相同。前几行第 04 课已经见过，是微调、量化和合并带来的变化。最后一行是服务，只应有舍入误差。写着*至少*，是因为 vLLM 只返回概率最高的一些 token。
+# 两个模型的预测相差多远，用 KL 散度衡量，单位是 nats/token：0 表示给每个 token 的概率都相同。前几行第 04 课已经见过，是微调、量化和合并带来的变化。最后一行是服务，只应有舍入误差。vLLM 只返回概率最高的 20 个 token，所以只比较这些。
 
 # %%
 same_model = model.compare_predictions(server)
