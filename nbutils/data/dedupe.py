@@ -126,10 +126,7 @@ def _compared_as(character: str) -> int:
 
 def row_text(messages: list[dict[str, Any]], tools: Any = None) -> RowText:
     """What is compared of a row."""
-    texts = []
-    for message in messages:
-        calls = message.get("tool_calls", "")
-        texts.append(f"{message['content']}{calls}")
+    texts = [f"{message['content']}{message.get('tool_calls', '')}" for message in messages]
     system = texts.pop(0) if messages[0]["role"] == "system" else ""
     answer = texts.pop()
     return RowText(
@@ -144,9 +141,7 @@ def _numbers_and_symbols(codes: np.ndarray) -> list[str]:
     exact = _tables().exact.take(codes)
     kept = np.where(exact, codes, ord(" "))
     decoded = _decoded(kept)
-    texts = decoded.split(SEPARATOR)
-    inner = texts[1:-1]
-    return [" ".join(text.split()) for text in inner]
+    return [" ".join(text.split()) for text in decoded.split(SEPARATOR)]
 
 
 def _trigrams(codes: np.ndarray) -> np.ndarray:
@@ -174,31 +169,19 @@ def _overlap(text: str, other: str) -> float:
     other_codes = normalized(f"{SEPARATOR}{other}{SEPARATOR}")
     if _numbers_and_symbols(codes) != _numbers_and_symbols(other_codes):
         return 0.0
-    grams = np.unique(_trigrams(codes))
-    other_grams = np.unique(_trigrams(other_codes))
-    in_both = np.intersect1d(
-        grams,
-        other_grams,
-        assume_unique=True,
-    )
-    shared = len(in_both)
-    either = len(grams) + len(other_grams) - shared
-    return shared / either if either else 1.0
+    grams = _trigrams(codes)
+    other_grams = _trigrams(other_codes)
+    either = np.union1d(grams, other_grams)
+    both = np.intersect1d(grams, other_grams)
+    return len(both) / len(either) if len(either) else 1.0
 
 
 def find_repeated(
     near: float,
     order: np.ndarray,
-    read: Callable[[int], dict[str, Any]],
-) -> tuple[dict[int, int], int]:
-    """The rows to leave out, each with the row that is kept for it: of two the one that is earlier in `order`.
-
-    And how many rows are similar to others only because they fill in the same template; they stay.
-    """
-
-    def text_of(row: int) -> RowText:
-        return row_text(**read(row))
-
+    text_of: Callable[[int], RowText],
+) -> dict[int, int]:
+    """The rows to leave out, each with the row that is kept for it: of two the one that is earlier in `order`."""
     signatures = _signatures(map(text_of, range(len(order))))
     candidates = _candidates(signatures, near, order)
     same: dict[int, int] = {}
@@ -217,10 +200,9 @@ def find_repeated(
             similar[row] = kept
     rows_like = Counter(similar.values())
     repeated = {row: kept for row, kept in similar.items() if rows_like[kept] <= TEMPLATE}
-    templated = len(similar) - len(repeated)
     for row, kept in same.items():
         repeated[row] = repeated.get(kept, kept)
-    return repeated, templated
+    return repeated
 
 
 def _signatures(texts: Iterable[RowText]) -> np.ndarray:
@@ -230,10 +212,10 @@ def _signatures(texts: Iterable[RowText]) -> np.ndarray:
     signatures = bytearray()
     stream = iter(texts)
     while rows := list(_batch(stream)):
-        tokens, offsets = _tokens(rows)
+        tokens, starts = _tokens(rows)
         matrix = RMinHash.digest_matrix_from_flat_token_hashes(
             tokens,
-            offsets,
+            starts,
             PERMUTATIONS,
             SEED,
         )
@@ -242,31 +224,8 @@ def _signatures(texts: Iterable[RowText]) -> np.ndarray:
     return np.frombuffer(signatures, np.uint16).reshape(-1, PERMUTATIONS)
 
 
-def _tokens(rows: list[RowText]) -> tuple[np.ndarray, np.ndarray]:
-    """The 3-grams of all rows, with what has to be equal mixed in, and where each row begins among them."""
-    pair = SEPARATOR * 2  # between two rows: no 3-gram reaches over it
-    texts = [f"{row.question}{SEPARATOR}{row.answer}" for row in rows]
-    codes = normalized(pair.join(["", *texts, ""]))
-    numbers = iter(_numbers_and_symbols(codes))
-    keys = []
-    for row in rows:
-        next(numbers)  # of the empty text within the pair
-        asked = next(numbers)
-        answered = next(numbers)
-        key = f"{row.exact}\x1d{asked}\x1d{answered}"
-        keys.append(_hash(key))
-    counting = codes[codes != 0]
-    separators = np.flatnonzero(counting == ord(SEPARATOR))
-    # a row has three; the last one begins what follows the last row
-    starts = separators[::3]
-    lengths = np.diff(starts)
-    mixed_in = np.repeat(np.array(keys, np.uint64), lengths)
-    tokens = _trigrams(codes) ^ mixed_in
-    return tokens, starts.astype(np.uint64)
-
-
 def _batch(stream: Iterator[RowText]) -> Iterator[RowText]:
-    """The next rows of a stream that are hashed at once."""
+    """The next rows of a stream that are hashed at once: one by one takes twice as long."""
     characters = 0
     for row in stream:
         yield row
@@ -275,16 +234,29 @@ def _batch(stream: Iterator[RowText]) -> Iterator[RowText]:
             return
 
 
-def _candidates(
-    signatures: np.ndarray,
-    near: float,
-    order: np.ndarray,
-) -> np.ndarray:
+def _tokens(rows: list[RowText]) -> tuple[np.ndarray, np.ndarray]:
+    """The 3-grams of all rows, with what has to be equal mixed in, and where each row begins among them."""
+    pair = SEPARATOR * 2  # between two rows: no 3-gram reaches over it
+    texts = [f"{row.question}{SEPARATOR}{row.answer}" for row in rows]
+    codes = normalized(pair.join(["", *texts, ""]))
+    numbers = _numbers_and_symbols(codes)
+    keys = []
+    for row, asked, answered in zip(rows, numbers[2::3], numbers[3::3], strict=False):  # the first two are empty
+        keys.append(_hash(f"{row.exact}\x1d{asked}\x1d{answered}"))
+    counting = codes[codes != 0]
+    separators = np.flatnonzero(counting == ord(SEPARATOR))
+    starts = separators[::3]  # a row has three; the last one begins what follows the last row
+    mixed_in = np.repeat(np.array(keys, np.uint64), np.diff(starts))
+    return _trigrams(codes) ^ mixed_in, starts.astype(np.uint64)
+
+
+def _candidates(signatures: np.ndarray, near: float, order: np.ndarray) -> np.ndarray:
     """For each row the most similar of the rows that come first in its LSH buckets; -1 where there is none."""
     best = np.full(len(order), -1, np.int64)
     least = int(max(near - 0.15, 0) * PERMUTATIONS)  # less is no candidate
     score = np.full(len(order), least, np.uint8)  # of the best so far
-    for band in _bands(signatures):
+    whole = np.array([hash(row.tobytes()) for row in signatures])  # copies in a crowd of similar rows share all of it
+    for band in (*signatures.view(np.uint64).T, whole):
         _, first, bucket = np.unique(
             band[order],
             return_index=True,
@@ -301,9 +273,3 @@ def _candidates(
         best[improved] = others[better]
         score[improved] = same[better]
     return best
-
-
-def _bands(signatures: np.ndarray) -> Iterator[np.ndarray]:
-    """Each band of the signatures; then all in one, as copies in a crowd of similar rows share the whole signature."""
-    yield from signatures.view(np.uint64).T
-    yield np.array([hash(signature.tobytes()) for signature in signatures])

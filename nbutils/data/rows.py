@@ -15,15 +15,15 @@ from typing_extensions import NotRequired, TypedDict
 from nbutils.data.texts import (
     Kind,
     Problem,
+    find_private,
     find_problems,
     fix_encoding,
     short,
-    warn_of_private,
 )
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
-PARTS = ("user", "assistant", "system", "reasoning", "messages", "tools")
+PARTS = {"user", "assistant", "system", "reasoning", "messages", "tools"}
 SHAPES = (  # as COLUMNS has them; of columns joined by + only the first must be there
     "messages=messages", "messages=conversations", "messages=conversation",
     "user=instruction+input, assistant=output", "user=instruction+context+input, assistant=response",
@@ -39,8 +39,7 @@ OPTIONAL = {  # parts that a row may have beside these, by the names of their co
     "system": ("system", "system_prompt", "系统", "系统提示"),
     "tools": ("tools", "工具"),
     "reasoning": ("reasoning_content", "complex_cot", "思考过程"),
-    "history": ("history", "历史"),
-    "unsupported": ("images", "image", "videos", "video", "audios", "audio"),
+    "unsupported": ("images", "image", "videos", "video", "audios", "audio", "history", "历史"),
 }
 WIDE_SIGNS = str.maketrans("，；＝＋\n;", ",,=+,,")
 ALIASES = {
@@ -153,7 +152,6 @@ class Message(TypedDict):
 
 
 MESSAGES = TypeAdapter[Any](Annotated[list[Message], Field(min_length=1), BeforeValidator(_from_json)])
-PAIRS = TypeAdapter[Any](Annotated[list[tuple[str, str]], BeforeValidator(_from_json)])
 TOOLS = TypeAdapter[Any](Annotated[list[Tool], BeforeValidator(_from_json)])
 
 
@@ -169,18 +167,16 @@ def parse_mapping(text: str) -> Parts:
         part, _, names = piece.partition("=")
         parts[part.strip()] = tuple(filter(None, map(str.strip, names.split("+"))))
     once_each = len(parts) == len(pieces)
-    needed = parts.keys() & {"user", "assistant", "messages"}
-    complete = needed in ({"user", "assistant"}, {"messages"}) and all(parts.values())
-    if pieces and not (once_each and complete and parts.keys() <= set(PARTS)):
+    complete = "messages" in parts or {"user", "assistant"} <= parts.keys()
+    if pieces and not (once_each and complete and all(parts.values()) and parts.keys() <= PARTS):
         raise CourseError(
             tr("The columns {mapping!r} are not a valid mapping.", mapping=text),
             todo=tr(
-                'Write them like "user=title+body, assistant=reply", or like "messages=chat"; the parts are {parts}, '
-                "each once.",
-                parts=", ".join(PARTS),
+                'Write them like "user=title+body, assistant=reply", or like "messages=chat"; the parts are user, '
+                "assistant, system, reasoning, messages and tools, each once."
             ),
         )
-    return {part: parts[part] for part in PARTS if part in parts}
+    return parts
 
 
 @lru_cache(maxsize=1024)
@@ -188,27 +184,29 @@ def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts | Problem:
     """Which columns hold which part; decided once for all rows that have the same columns."""
     known = {_normalized(column): column for column in reversed(columns)}
     names = ", ".join(columns)
-    complete: list[Parts] = []
-    missing = ""
-    for shape in map(parse_mapping, [mapping] if mapping else SHAPES):
-        needed = _columns_of(shape)
-        if not mapping:
-            needed = [joined[0] for joined in shape.values()]
-        absent = [column for column in needed if _normalized(column) not in known]
+    if mapping:
+        parts = parse_mapping(mapping)
+        absent = [column for column in _columns_of(parts) if _normalized(column) not in known]
+        return _missing(absent, names) if absent else _present(parts, known)
+    complete = []
+    partly = []  # what the shapes lack of which a part is there
+    for shape in map(parse_mapping, SHAPES):
+        needed = [joined[0] for joined in shape.values()]
+        absent = [column for column in needed if column not in known]
         if not absent:
             complete.append(_present(shape, known))
-        elif mapping or len(absent) < len(needed):
-            missing = missing or ", ".join(absent)
-    if not complete and missing:
-        return Problem("missing_field", missing, tr("only {names}", names=names))
+        elif len(absent) < len(needed):
+            partly.append(absent)
     if not complete:
-        return Problem("unknown_columns", tr("the columns"), names)
-    if mapping:
-        return complete[0]
+        return _missing(partly[0], names) if partly else Problem("unknown_columns", tr("the columns"), names)
     used = set(_columns_of(complete[0]))
     if not all(used.issuperset(_columns_of(parts)) for parts in complete):
         return Problem("ambiguous_columns", tr("the columns"), names)
     return complete[0] | _present(OPTIONAL, known)
+
+
+def _missing(columns: list[str], names: str) -> Problem:
+    return Problem("missing_field", ", ".join(columns), tr("only {names}", names=names))
 
 
 def _normalized(column: object) -> str:
@@ -298,8 +296,6 @@ def _turns(raw: Json, parts: Parts) -> list[Turn]:
     if isinstance(raw[question], list):  # TRL: prompt and completion
         answer = parts["assistant"][0]
         return turns + _from_list(raw, question) + _from_list(raw, answer)
-    if "history" in parts:
-        turns += _from_history(raw, parts["history"][0])
     turns.append(_from_columns("user", raw, parts))
     turns.append(_from_columns("assistant", raw, parts))
     return turns
@@ -308,17 +304,6 @@ def _turns(raw: Json, parts: Parts) -> list[Turn]:
 def _from_list(raw: Json, column: str) -> list[Turn]:
     messages = _validated(MESSAGES, raw[column], column)
     return [Turn(f"{column}[{index}]", message) for index, message in enumerate(messages)]
-
-
-def _from_history(raw: Json, column: str) -> list[Turn]:
-    """Earlier rounds of an alpaca row: [[question, answer], ...]."""
-    turns = []
-    pairs = _validated(PAIRS, raw[column] or [], column)
-    for index, (question, answer) in enumerate(pairs):
-        place = f"{column}[{index}]"
-        turns.append(Turn(place, {"role": "user", "content": question}))
-        turns.append(Turn(place, {"role": "assistant", "content": answer}))
-    return turns
 
 
 def _from_columns(role: str, raw: Json, parts: Parts) -> Turn:
@@ -358,7 +343,7 @@ class _Check:
         text = message["content"] or ""
         extras = {key: message[key] for key in EXTRAS.get(role, ()) if message.get(key)}
         if extras:
-            self.text(turn.place, _stored_text(turn.place, extras), repair=False)
+            self.text(turn.place, _as_json(turn.place, extras), repair=False)
         if not text.strip() and "tool_calls" not in extras:
             self.problems.append(Problem("empty", turn.place, short(message["content"])))
         if role == "assistant":
@@ -377,7 +362,7 @@ class _Check:
             else:
                 self.problems.append(problem)
         self.problems += find_problems(field, text)
-        self.warnings += warn_of_private(field, text)
+        self.warnings += [Problem(span.kind, field, span.masked) for span in find_private(text)]
         trimmed = text.replace("\r\n", "\n").rstrip()
         if trimmed[:1].isspace():
             trimmed = _BLANK_LINES.sub("", trimmed)
@@ -390,7 +375,7 @@ class _Check:
         if not value or not _validated(TOOLS, value, "tools"):
             return None
         tools: list[Json] = _from_json(value)
-        self.text("tools", _stored_text("tools", tools), repair=False)
+        self.text("tools", _as_json("tools", tools), repair=False)
         return tools
 
 
@@ -401,15 +386,12 @@ def _with_reasoning(text: str, reasoning: str) -> str:
     return f"<think>\n{reasoning.strip()}\n</think>\n\n{text}"
 
 
-def _stored_text(place: str, value: Any) -> str:
-    """Calls or tools as they are stored, which must be what is read later."""
+def _as_json(place: str, value: Any) -> str:
+    """Calls or tools as they are stored."""
     try:
-        text = orjson.dumps(value)
-    except TypeError:
-        text = b"null"
-    if orjson.loads(text) != value:
-        raise InvalidRow(Problem("wrong_type", place, short(value)))
-    return text.decode()
+        return orjson.dumps(value).decode()
+    except TypeError as error:
+        raise InvalidRow(Problem("wrong_type", place, short(value))) from error
 
 
 def _require_order(turns: list[Turn]) -> None:
