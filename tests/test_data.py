@@ -699,7 +699,7 @@ def test_smaller_sets_lie_inside_larger_ones_and_share_their_evaluation(tmp_path
 
 def near_duplicates(rows: list[dict[str, Any]]) -> dict[int, int]:
     """The rows that are left out, each with the one kept for it."""
-    return find_repeated(0.8, np.arange(len(rows)), lambda number: row_text(**rows[number]))
+    return find_repeated(0.8, len(rows), lambda number: row_text(**rows[number]))
 
 
 def unrelated(count: int) -> list[dict[str, Any]]:
@@ -734,9 +734,9 @@ def test_long_rows_are_compared_a_few_at_a_time_with_the_same_result(
     pair = [chat_row(question, ENGLISH) for question in (QUESTION, QUESTION.upper())]
     rows = [*unrelated(100), pair[0], chat_row("-", "-a-b 1-2"), pair[1]]
     compared = [row_text(**row) for row in rows]
-    whole = dedupe._signatures(compared)
+    whole = dedupe._signatures(iter(compared))
     monkeypatch.setattr(dedupe, "BATCH_CHARACTERS", 300)
-    assert np.array_equal(dedupe._signatures(compared), whole) and near_duplicates(rows) == {102: 100}
+    assert np.array_equal(dedupe._signatures(iter(compared)), whole) and near_duplicates(rows) == {102: 100}
 
 
 @pytest.mark.parametrize(("row", "other"), [
@@ -855,13 +855,10 @@ def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(os.listdir(out)) == {"data_card.json", "eval.jsonl", "rejected.jsonl", "train.jsonl"}
 
 
-def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device"):
         patch.setattr(os, "fsync", full)
-        data.prepare("", tmp_path / "out")
-    monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.0)
-    with refused("Not enough disk space in", "preparing the data"):
         data.prepare("", tmp_path / "out")
     assert os.listdir(tmp_path / "out") == []
 
@@ -923,7 +920,6 @@ def test_a_check_counts_everything_and_writes_what_is_asked_for(tmp_path: Path, 
     assert card.train + card.eval == 62 and data.prepare(mixed, out) == card, "a lesson can go on with it"
     assert run(mixed, "--out", out).exit_code == 1, "prepared data is not overwritten"
     found = report(write(tmp_path / "a.jsonl", [{"text": "no columns"}]), "--out", tmp_path / "none")
-    assert "none: rejected.jsonl." in found["next"][0]
     assert os.listdir(tmp_path / "none") == ["rejected.jsonl"]
 
 
@@ -980,9 +976,9 @@ def test_what_held_out_rows_can_prove_follows_from_the_test_of_lesson_04() -> No
 
     assert p(evidence.LEAST_TURNED) < evidence.ALPHA < p(evidence.LEAST_TURNED - 1)
     assert evidence.LEAST_ROWS == evidence.LEAST_TURNED + 1, "one answer may stay as it was"
-    assert evidence.remarks(evidence.FEW_ROWS) == []
-    first, todo = evidence.remarks(14)
-    assert "held-out rows: 14. 7 answers" in first and "EVAL_DATA" in todo
+    assert evidence.remark(evidence.FEW_ROWS) == ""
+    remark = evidence.remark(14)
+    assert "held-out rows: 14. 7 answers" in remark and "EVAL_DATA" in remark
 
 
 def test_no_repair_and_only_json_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1032,9 +1028,9 @@ def test_rows_over_the_limit_are_counted(tmp_path: Path) -> None:
     rows = [chat_row(f"Is order {n} on its way?", "yes " * (400 if n == 7 else 1)) for n in range(20)]
     path = write(tmp_path / "a.jsonl", rows)
     lengths = report(path, "--model", "tiny", "--max-length", "128")["lengths"]
-    assert (lengths["rows"], lengths["over"], lengths["max_length"]) == (20, 1, 128) and lengths["longest"] > 328
+    assert (lengths["over"], lengths["max_length"]) == (1, 128) and lengths["longest"] > 328
     assert report(path, "--model", SAMPLES / "tiny_base", "--max-length", "128")["lengths"] == lengths
-    shown = f"lengths      rows 20, mean {lengths['mean']}, longest {lengths['longest']}\n"
+    shown = f"lengths      mean {lengths['mean']}, longest {lengths['longest']}\n"
     assert shown in run(path, "--model", "tiny").stdout, "no limit"
     tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
     with refused(f"up to {tokenizer.model_max_length} tokens (SET", 'SET = "sft.max_length=1024"'):

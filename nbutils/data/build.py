@@ -34,15 +34,15 @@ from nbutils.data.dedupe import digests, find_repeated, row_text
 from nbutils.data.read import find_files, read_rows
 from nbutils.data.rows import ChatRow, RowError, check_row, parse_mapping
 from nbutils.data.texts import Kind, Problem, short, shown
-from nbutils.disk import require_disk
 from nbutils.errors import CourseError
-from nbutils.files import CHUNK, GIB, SAMPLES, replacement, write_json
+from nbutils.files import CHUNK, SAMPLES, replacement, write_json
 from nbutils.language import tr
 
-EVAL_NAMES = ("eval", "test", "valid", "validation", "dev")
-# test.jsonl.gz, test-00000-of-00001.parquet, the my_set-test.arrow of a hub dataset
-EVAL_FILE = re.compile(
-    rf"(?:.+-(?=.+\.arrow$))?(?:{'|'.join(EVAL_NAMES)})(?:-\d{{5}}-of-\d{{5}}(?:-[0-9a-f]+)?)?\..+", re.I
+# a folder test/, test.jsonl.gz, test-00000-of-00001.parquet, the my_set-test.arrow of a hub dataset
+HELD_OUT = re.compile(
+    r"(?:^|/)(?:[^/]+-(?=[^/]+\.arrow$))?(?:eval|test|valid|validation|dev)"
+    r"(?:/|(?:-\d{5}-of-\d{5}(?:-[0-9a-f]+)?)?\.[^/]+$)",
+    re.I,
 )
 REPEATED: tuple[Kind, ...] = ("duplicate", "leak", "near_duplicate", "near_leak")
 BUNDLED = "the bundled sample"
@@ -51,10 +51,8 @@ IN_TRAIN = 0  # the sides on which a row can end that passed its own check
 IN_EVAL = 1
 OVER_LIMIT = 2
 NEAR_COPY = 3
-COPIES_ON_DISK = 2  # of the data; some of it may be compressed
 ACCEPTED = "accepted.jsonl"
-SHOWN_REJECTIONS = 3  # of each kind
-SHOWN_WARNINGS = 2  # of each kind
+MOST_SHOWN = 3  # rejections or warnings of each kind
 LANGUAGES = ("zh", "en", "other")
 CJK = re.compile(r"[\u3400-\u9fff]")
 LATIN_LETTER = re.compile("[A-Za-z]")
@@ -78,13 +76,11 @@ def prepare(
     if (out / CARD).exists():
         return _reuse(out, source, card)
     train, held_out = find_sources([source or default], eval_source)
-    size = sum(file.stat().st_size for file in train + held_out)
-    require_disk(out, COPIES_ON_DISK * size / GIB, tr("preparing the data"))
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         build = Build(Path(scratch), card, train, held_out)
         build.run()
-        build.publish_file(REJECTED, out / REJECTED)  # first: the learner needs it most when the data is refused
+        build.publish_rejected(out / REJECTED)  # first: the learner needs it most when the data is refused
         _require_usable(card, out)
         build.publish(out)
     return card
@@ -97,19 +93,12 @@ def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], 
     files = list(dict.fromkeys(file for source in sources for file in find_files(source)))
     if eval_source:
         return files, find_files(eval_source)
-    folders = [file.absolute().parent for file in files]
-    shared = os.path.commonpath(folders)
-    held_out = [file for file in files if _is_held_out(file.absolute().relative_to(shared))]
+    shared = os.path.commonpath([file.absolute().parent for file in files])
+    held_out = [file for file in files if HELD_OUT.search(file.absolute().relative_to(shared).as_posix())]
     train = [file for file in files if file not in held_out]
     if not train:  # the only files are called `test`: the learner wants to train on them
         return files, []
     return train, held_out
-
-
-def _is_held_out(name: Path) -> bool:
-    """Whether a file's name, or that of a folder it is in, says so."""
-    folders = {folder.lower() for folder in name.parts[:-1]}
-    return bool(EVAL_FILE.fullmatch(name.name)) or not folders.isdisjoint(EVAL_NAMES)
 
 
 def _reuse(out: Path, source: str, wanted: DataCard) -> DataCard:
@@ -124,11 +113,11 @@ def _reuse(out: Path, source: str, wanted: DataCard) -> DataCard:
     if not same:
         raise CourseError(
             tr(
-                "{out} already holds data made from other input: {source}, limit {limit}, columns {columns!r}.",
+                "{out} already holds data made from other input: {source}, limit {card.limit}, columns "
+                "{card.columns!r}.",
                 out=out,
                 source=tr(card.source),
-                limit=card.limit,
-                columns=card.columns,
+                card=card,
             ),
             todo=new_run_todo(out),
         )
@@ -162,7 +151,7 @@ class Build:
         self.offsets = array("Q", [0])  # in ACCEPTED; the last is its end
 
     def run(self) -> None:
-        """Read all rows, write REJECTED, TRAIN and EVAL to the temporary folder, and complete the card."""
+        """Read and count all rows; write ACCEPTED and REJECTED to the temporary folder."""
         with (
             open(self.folder / REJECTED, "xb") as self.rejected,
             open(self.folder / ACCEPTED, "x+b") as self.accepted,
@@ -174,7 +163,6 @@ class Build:
             if self.card.near and self.sides:
                 self._leave_out_near_duplicates()
         self._choose_splits()
-        self._write_splits()
         self._complete_card()
 
     def _add_file(self, file: Path, side: int) -> None:
@@ -229,7 +217,7 @@ class Build:
             self.card.trimmed += 1
         for warning in row.warnings:
             self.card.warnings[warning.kind] += 1
-            if self.card.warnings[warning.kind] <= SHOWN_WARNINGS:
+            if self.card.warnings[warning.kind] <= MOST_SHOWN:
                 example = Rejection(file=self.file, line=row.line, **vars(warning))
                 self.card.examples.append(str(example))
 
@@ -254,7 +242,7 @@ class Build:
         """Count a row that is not used, and write it to REJECTED."""
         first = problems[0]
         self.card.reasons[first.kind] += 1
-        if self.card.reasons[first.kind] <= SHOWN_REJECTIONS:
+        if self.card.reasons[first.kind] <= MOST_SHOWN:
             self.card.problems.append(Rejection(file=file, line=line, **vars(first)))
         entry: dict[str, Any] = {
             "file": file,
@@ -275,21 +263,22 @@ class Build:
 
     def _leave_out_near_duplicates(self) -> None:
         """Reject near duplicates; held-out rows come first, so that of two similar rows the training row goes."""
-        sides = np.array(self.sides)
-        order = np.argsort(sides != IN_EVAL, kind="stable")  # held-out rows first, otherwise as they were read
+        held_out = self.sides.count(IN_EVAL)
+        order = np.argsort(np.array(self.sides) != IN_EVAL, kind="stable")
         repeated = find_repeated(
             self.card.near,
-            order,
-            lambda number: row_text(**self._stored_row(number)),
+            len(order),
+            lambda position: row_text(**self._stored_row(order[position])),
         )
-        for number, original in sorted(repeated.items()):
+        for copy, original in sorted(repeated.items()):
+            number = order[copy]
             self.sides[number] = NEAR_COPY
             row = self._stored_row(number)
             self._count(row["messages"], -1)
             kind: Kind = "near_duplicate"
-            if self.eval_files and sides[original] != sides[number]:
+            if self.eval_files and original < held_out <= copy:
                 kind = "near_leak"
-            self._reject_copy(self._place_of(number), row, kind, original)
+            self._reject_copy(self._place_of(number), row, kind, order[original])
 
     def _choose_splits(self) -> None:
         """Hold out one row if none is, and keep as many training rows as `limit` says.
@@ -306,20 +295,8 @@ class Build:
             for number in train[self.card.limit :]:
                 self.sides[number] = OVER_LIMIT
 
-    def _write_splits(self) -> None:
-        """Copy each accepted row to the file of its side, if it has one."""
-        with (
-            open(self.folder / ACCEPTED, "rb") as rows,
-            open(self.folder / TRAIN, "xb", CHUNK) as train,
-            open(self.folder / EVAL, "xb", CHUNK) as held_out,
-        ):
-            files = {IN_TRAIN: train, IN_EVAL: held_out}
-            for side, line in zip(self.sides, rows, strict=True):
-                if side in files:
-                    files[side].write(line)
-
     def _complete_card(self) -> None:
-        """Add the sums, and what identifies the files read and written."""
+        """Add the sums, and what identifies the files that were read."""
         card = self.card
         card.rows = card.files.total()
         card.rejected = card.reasons.total()
@@ -329,18 +306,25 @@ class Build:
         card.unused = card.accepted - card.train - card.eval
         card.duplicates = sum(card.reasons[kind] for kind in REPEATED)
         card.source_sha256 = hash_files(self.train_files, self.eval_files, group_end=GROUP_END)
-        card.fingerprint = hash_files([self.folder / TRAIN, self.folder / EVAL])
 
     def publish(self, out: Path) -> None:
-        """Write the rows to the data folder and its card, last: a folder with a card is a finished one."""
-        self.publish_file(EVAL, out / EVAL)
-        self.publish_file(TRAIN, out / TRAIN)
+        """Write the rows of each side to a data folder and its card, last: a folder with a card is a finished one."""
+        with (
+            open(self.folder / ACCEPTED, "rb") as rows,
+            replacement(out / TRAIN) as train,
+            replacement(out / EVAL) as held_out,
+        ):
+            files = {IN_TRAIN: train, IN_EVAL: held_out}
+            for side, line in zip(self.sides, rows, strict=True):
+                if side in files:
+                    files[side].write(line)
+        self.card.fingerprint = hash_files([out / TRAIN, out / EVAL])
         write_json(out / CARD, self.card.model_dump())
 
-    def publish_file(self, name: str, target: Path) -> None:
-        """Write a whole file or nothing."""
-        with open(self.folder / name, "rb") as source, replacement(target) as copy:
-            shutil.copyfileobj(source, copy, CHUNK)
+    def publish_rejected(self, path: Path) -> None:
+        """Write the rejected rows to this file."""
+        with open(self.folder / REJECTED, "rb") as rows, replacement(path) as copy:
+            shutil.copyfileobj(rows, copy, CHUNK)
 
 
 def _require_usable(card: DataCard, out: Path) -> None:

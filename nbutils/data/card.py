@@ -41,12 +41,9 @@ class Rejection(BaseModel):
 
     def __str__(self) -> str:
         text = tr(
-            "{file} line {line}, {field}: {kind}, saw {seen}",
-            file=self.file,
-            line=self.line,
-            field=self.field,
+            "{row.file} line {row.line}, {row.field}: {kind}, saw {row.seen}",
+            row=self,
             kind=tr(self.kind),
-            seen=self.seen,
         )
         return f"{text}\n      -> {self.todo}" if self.todo else text
 
@@ -84,13 +81,8 @@ class DataCard(BaseModel):
     fingerprint: str = ""
 
     def __str__(self) -> str:
-        rows = tr(
-            "{rows} = {accepted} accepted + {rejected} rejected",
-            rows=self.rows,
-            accepted=self.accepted,
-            rejected=self.rejected,
-        )
-        splits = tr("{train} train, {eval} eval, {unused} unused", train=self.train, eval=self.eval, unused=self.unused)
+        rows = tr("{card.rows} = {card.accepted} accepted + {card.rejected} rejected", card=self)
+        splits = tr("{card.train} train, {card.eval} eval, {card.unused} unused", card=self)
         lines = [
             [tr("source"), tr(self.source)],
             [tr("rows"), rows],
@@ -103,8 +95,7 @@ class DataCard(BaseModel):
         ]
         if self.lengths:
             lines.append([tr("lengths"), counts_text(self.lengths.items())])
-        remarks = [line for remark in evidence.remarks(self.eval) for line in display.wrap(remark)]
-        return "\n".join([display.columns_of(lines), *remarks])
+        return "\n".join([display.columns_of(lines), *display.wrap(evidence.remark(self.eval))])
 
     def facts(self) -> dict[str, Any]:
         """What goes into the facts.json of a lesson."""

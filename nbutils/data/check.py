@@ -38,8 +38,7 @@ class DataReport:
 
     def __str__(self) -> str:
         place = self.rejected_file or tr("--rejected FILE writes them")
-        examples = [f"  {example}" for example in self.card.examples]
-        return "\n".join([str(self.card), self.card.rejected_text(place), *examples, "", *self.next])
+        return "\n".join([str(self.card), self.card.rejected_text(place), *self.card.examples, "", *self.next])
 
 
 def check(
@@ -64,12 +63,13 @@ def check(
         tokenizer = models.load_tokenizer(model, "--model") if model or max_length else None
         build = Build(Path(scratch), card, *find_sources(sources, ""))
         build.run()
+        build.publish(build.folder)
         if tokenizer and card.accepted:
             card.lengths = _token_lengths(build.folder, tokenizer, max_length)
         mean = card.lengths.get("mean") or _estimated_length(build)
         for path in filter(None, (rejected, out and out / REJECTED)):
             path.parent.mkdir(parents=True, exist_ok=True)
-            build.publish_file(REJECTED, path)
+            build.publish_rejected(path)
         if out and card.train and card.eval:
             build.publish(out)
     unknown = [problem.seen for problem in card.problems if problem.kind == "unknown_columns"]
@@ -77,7 +77,7 @@ def check(
         card=card,
         columns=unknown[0].split(", ") if unknown else [],
         rejected_file=rejected or (out and out / REJECTED),
-        next=_next_steps(card, mean, out, estimated=not model),
+        next=_next_steps(card, mean, estimated=not model),
     )
 
 
@@ -98,30 +98,24 @@ def _token_lengths(folder: Path, tokenizer: Any, max_length: int) -> dict[str, i
     rows = stored_rows(folder / TRAIN) + stored_rows(folder / EVAL)
     filtered = filter_by_length(tokenizer, rows, 0)
     lengths = {
-        "rows": len(rows),
         "mean": round(sum(filtered.lengths) / len(rows)),
         "longest": filtered.longest,
     }
     if max_length:
-        over = {example.row for example in filtered.examples if len(example.ids) > max_length}
-        lengths |= {"max_length": max_length, "over": len(over)}
+        over = sum(length > max_length for length in filtered.lengths)
+        lengths |= {"max_length": max_length, "over": over}
     return lengths
 
 
 def _estimated_length(build: Build) -> float:
     """Mean tokens of a row, without a tokenizer."""
-    size = sum((build.folder / name).stat().st_size for name in (TRAIN, EVAL))
-    return size / max(build.card.train + build.card.eval, 1) / BYTES_PER_TOKEN + TEMPLATE_TOKENS
+    mean_size = build.offsets[-1] / max(len(build.sides), 1)
+    return mean_size / BYTES_PER_TOKEN + TEMPLATE_TOKENS
 
 
-def _next_steps(card: DataCard, mean_length: float, out: Path | None, estimated: bool) -> list[str]:
-    steps = []
-    if out:
-        names = ", ".join(sorted(os.listdir(out)))
-        steps.append(tr("Written to {out}: {names}.", out=out, names=names))
-    if card.train:
-        if estimated:
-            steps.append(tr("The mean length is an estimate; --model NAME counts the tokens."))
-        command = plan.command(card.train, mean_length)
-        steps.append(tr("Memory, time and cost of a training on these rows: {command}", command=command))
-    return steps
+def _next_steps(card: DataCard, mean_length: float, estimated: bool) -> list[str]:
+    if not card.train:
+        return []
+    command = plan.command(card.train, mean_length)
+    step = tr("Memory, time and cost of a training on these rows: {command}", command=command)
+    return [tr("The mean length is an estimate; --model NAME counts the tokens."), step] if estimated else [step]

@@ -13,7 +13,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,13 +45,6 @@ class RowText(NamedTuple):
     exact: str
     question: str
     answer: str
-
-
-class Tables(NamedTuple):
-    """For each UTF-16 unit: what it is compared as, and whether it is a numeral or symbol."""
-
-    compared: np.ndarray
-    exact: np.ndarray
 
 
 def digests(row: ChatRow, numbers: bool) -> tuple[int, int]:
@@ -89,7 +82,7 @@ def normalized(text: str) -> np.ndarray:
     if "-" in text or "\uff0d" in text:
         text = _HYPHEN.sub("", text)
     units = np.frombuffer(text.encode("utf-16-le"), np.uint16)
-    return _tables().compared.take(units)
+    return _compared_table().take(units)
 
 
 def _decoded(codes: np.ndarray) -> str:
@@ -97,12 +90,15 @@ def _decoded(codes: np.ndarray) -> str:
 
 
 @functools.cache
-def _tables() -> Tables:
-    characters = [chr(code) for code in range(UNITS)]
-    return Tables(
-        compared=np.array([_compared_as(character) for character in characters], np.uint16),
-        exact=np.array([_is_exact(character) for character in characters]),
-    )
+def _compared_table() -> np.ndarray:
+    """What each UTF-16 unit is compared as."""
+    return np.array([_compared_as(chr(code)) for code in range(UNITS)], np.uint16)
+
+
+@functools.cache
+def _exact_table() -> np.ndarray:
+    """Whether each UTF-16 unit is a numeral or symbol."""
+    return np.array([_is_exact(chr(code)) for code in range(UNITS)])
 
 
 def _is_exact(character: str) -> bool:
@@ -138,7 +134,7 @@ def row_text(messages: list[dict[str, Any]], tools: Any = None) -> RowText:
 
 def _numbers_and_symbols(codes: np.ndarray) -> list[str]:
     """The numbers and symbols of each text between separators."""
-    exact = _tables().exact.take(codes)
+    exact = _exact_table().take(codes)
     kept = np.where(exact, codes, ord(" "))
     decoded = _decoded(kept)
     return [" ".join(text.split()) for text in decoded.split(SEPARATOR)]
@@ -146,8 +142,7 @@ def _numbers_and_symbols(codes: np.ndarray) -> list[str]:
 
 def _trigrams(codes: np.ndarray) -> np.ndarray:
     """Each three codes that count and follow each other, as one number."""
-    counting = codes[codes != 0]
-    units = counting.astype(np.uint64)
+    units = codes[codes != 0].astype(np.uint64)
     first = units[:-2] << np.uint64(32)
     second = units[1:-1] << np.uint64(16)
     third = units[2:]
@@ -158,9 +153,7 @@ def similarity(row: RowText, other: RowText) -> float:
     """The smaller overlap of questions and of answers; 0 where something differs that has to be equal."""
     if row.exact != other.exact:
         return 0.0
-    questions = _overlap(row.question, other.question)
-    answers = _overlap(row.answer, other.answer)
-    return min(questions, answers)
+    return min(_overlap(row.question, other.question), _overlap(row.answer, other.answer))
 
 
 def _overlap(text: str, other: str) -> float:
@@ -178,15 +171,15 @@ def _overlap(text: str, other: str) -> float:
 
 def find_repeated(
     near: float,
-    order: np.ndarray,
+    count: int,
     text_of: Callable[[int], RowText],
 ) -> dict[int, int]:
-    """The rows to leave out, each with the row that is kept for it: of two the one that is earlier in `order`."""
-    signatures = _signatures(map(text_of, range(len(order))))
-    candidates = _candidates(signatures, near, order)
+    """Which of so many rows to leave out, each with the row that is kept for it, an earlier one."""
+    signatures = _signatures(map(text_of, range(count)))
+    candidates = _candidates(signatures, near)
     same: dict[int, int] = {}
     similar: dict[int, int] = {}
-    for row in order[candidates[order] >= 0].tolist():
+    for row in np.flatnonzero(candidates >= 0).tolist():
         kept = int(candidates[row])
         kept = same.get(kept, kept)
         overlap = similarity(text_of(row), text_of(kept))
@@ -205,13 +198,12 @@ def find_repeated(
     return repeated
 
 
-def _signatures(texts: Iterable[RowText]) -> np.ndarray:
+def _signatures(texts: Iterator[RowText]) -> np.ndarray:
     """The MinHash signature of every row, 128 bytes each."""
     from rensa import RMinHash
 
     signatures = bytearray()
-    stream = iter(texts)
-    while rows := list(_batch(stream)):
+    while rows := list(_batch(texts)):
         tokens, starts = _tokens(rows)
         matrix = RMinHash.digest_matrix_from_flat_token_hashes(
             tokens,
@@ -250,22 +242,21 @@ def _tokens(rows: list[RowText]) -> tuple[np.ndarray, np.ndarray]:
     return _trigrams(codes) ^ mixed_in, starts.astype(np.uint64)
 
 
-def _candidates(signatures: np.ndarray, near: float, order: np.ndarray) -> np.ndarray:
+def _candidates(signatures: np.ndarray, near: float) -> np.ndarray:
     """For each row the most similar of the rows that come first in its LSH buckets; -1 where there is none."""
-    best = np.full(len(order), -1, np.int64)
+    best = np.full(len(signatures), -1, np.int64)
     least = int(max(near - 0.15, 0) * PERMUTATIONS)  # less is no candidate
-    score = np.full(len(order), least, np.uint8)  # of the best so far
+    score = np.full(len(signatures), least, np.uint8)  # of the best so far
     whole = np.array([hash(row.tobytes()) for row in signatures])  # copies in a crowd of similar rows share all of it
     for band in (*signatures.view(np.uint64).T, whole):
         _, first, bucket = np.unique(
-            band[order],
+            band,
             return_index=True,
             return_inverse=True,
         )
-        earliest = order[first[bucket]]
-        later = earliest != order
-        rows = order[later]
-        others = earliest[later]
+        earliest = first[bucket]
+        rows = np.flatnonzero(earliest < np.arange(len(band)))
+        others = earliest[rows]
         equal = signatures[rows] == signatures[others]
         same = equal.sum(axis=1, dtype=np.uint8)
         better = same > score[rows]

@@ -180,14 +180,16 @@ def parse_mapping(text: str) -> Parts:
 
 
 @lru_cache(maxsize=1024)
-def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts | Problem:
+def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts:
     """Which columns hold which part; decided once for all rows that have the same columns."""
     known = {_normalized(column): column for column in reversed(columns)}
     names = ", ".join(columns)
     if mapping:
         parts = parse_mapping(mapping)
         absent = [column for column in _columns_of(parts) if _normalized(column) not in known]
-        return _missing(absent, names) if absent else _present(parts, known)
+        if absent:
+            raise InvalidRow(Problem("missing_field", ", ".join(absent), names))
+        return _present(parts, known)
     complete = []
     partly = []  # what the shapes lack of which a part is there
     for shape in map(parse_mapping, SHAPES):
@@ -197,16 +199,14 @@ def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts | Problem:
             complete.append(_present(shape, known))
         elif len(absent) < len(needed):
             partly.append(absent)
+    if not complete and partly:
+        raise InvalidRow(Problem("missing_field", ", ".join(partly[0]), names))
     if not complete:
-        return _missing(partly[0], names) if partly else Problem("unknown_columns", tr("the columns"), names)
+        raise InvalidRow(Problem("unknown_columns", tr("the columns"), names))
     used = set(_columns_of(complete[0]))
     if not all(used.issuperset(_columns_of(parts)) for parts in complete):
-        return Problem("ambiguous_columns", tr("the columns"), names)
+        raise InvalidRow(Problem("ambiguous_columns", tr("the columns"), names))
     return complete[0] | _present(OPTIONAL, known)
-
-
-def _missing(columns: list[str], names: str) -> Problem:
-    return Problem("missing_field", ", ".join(columns), tr("only {names}", names=names))
 
 
 def _normalized(column: object) -> str:
@@ -278,8 +278,6 @@ def _parts_of(raw: Any, mapping: str) -> Parts:
     if not isinstance(raw, dict):
         raise InvalidRow(Problem("wrong_type", tr("the row"), short(raw)))
     parts = layout_of(tuple(raw), mapping)
-    if isinstance(parts, Problem):
-        raise InvalidRow(parts)
     for column in parts.get("unsupported", ()):
         if raw[column]:
             raise InvalidRow(Problem("unsupported_field", column, short(raw[column])))

@@ -170,12 +170,10 @@ def find_private(text: str) -> Iterator[Private]:
 
 def mask(text: str) -> str:
     """The text with private data made unreadable: 138****, ann****, sk-****."""
-    masked = ""
-    end = 0
-    for span in find_private(text):
-        masked += text[end : span.start] + span.masked
-        end = span.stop
-    return masked + text[end:]
+    spans = list(find_private(text))
+    for span in reversed(spans):  # from the end, so that no place changes
+        text = text[: span.start] + span.masked + text[span.stop :]
+    return text
 
 
 def shown(text: str) -> str:
