@@ -90,11 +90,17 @@ def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], 
     """Training files and held-out files: `eval_source`, or else what is called `eval`, `test`, `valid` or the like."""
     if not any(sources):
         return [SAMPLES / TRAIN], find_files(eval_source or str(SAMPLES / EVAL))
-    files = list(dict.fromkeys(file for source in sources for file in find_files(source)))
+    files = []
+    for source in sources:
+        files += [file for file in find_files(source) if file not in files]
     if eval_source:
         return files, find_files(eval_source)
     shared = os.path.commonpath([file.absolute().parent for file in files])
-    held_out = [file for file in files if HELD_OUT.search(file.absolute().relative_to(shared).as_posix())]
+    held_out = []
+    for file in files:
+        name = file.absolute().relative_to(shared)
+        if HELD_OUT.search(name.as_posix()):
+            held_out.append(file)
     train = [file for file in files if file not in held_out]
     if not train:  # the only files are called `test`: the learner wants to train on them
         return files, []
@@ -130,7 +136,12 @@ def _is_source_of(card: DataCard, source: str) -> bool:
     if source == card.source and not Path(source).expanduser().exists():
         return True
     train, held_out = find_sources([source], card.eval_source)
-    return hash_files(train, held_out, group_end=GROUP_END) == card.source_sha256
+    digest = hash_files(
+        train,
+        held_out,
+        group_end=GROUP_END,
+    )
+    return digest == card.source_sha256
 
 
 class Build:
@@ -216,10 +227,17 @@ class Build:
         if row.trimmed:
             self.card.trimmed += 1
         for warning in row.warnings:
-            self.card.warnings[warning.kind] += 1
-            if self.card.warnings[warning.kind] <= MOST_SHOWN:
-                example = Rejection(file=self.file, line=row.line, **vars(warning))
-                self.card.examples.append(str(example))
+            self._count_warning(row.line, warning)
+
+    def _count_warning(self, line: int, warning: Problem) -> None:
+        self.card.warnings[warning.kind] += 1
+        if self.card.warnings[warning.kind] <= MOST_SHOWN:
+            example = Rejection(
+                file=self.file,
+                line=line,
+                **vars(warning),
+            )
+            self.card.examples.append(str(example))
 
     def _place_of(self, number: int) -> tuple[str, int]:
         """The file and line of an accepted row."""
@@ -305,7 +323,11 @@ class Build:
         card.eval = self.sides.count(IN_EVAL)
         card.unused = card.accepted - card.train - card.eval
         card.duplicates = sum(card.reasons[kind] for kind in REPEATED)
-        card.source_sha256 = hash_files(self.train_files, self.eval_files, group_end=GROUP_END)
+        card.source_sha256 = hash_files(
+            self.train_files,
+            self.eval_files,
+            group_end=GROUP_END,
+        )
 
     def publish(self, out: Path) -> None:
         """Write the rows of each side to a data folder and its card, last: a folder with a card is a finished one."""

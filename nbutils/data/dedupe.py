@@ -136,13 +136,18 @@ def _numbers_and_symbols(codes: np.ndarray) -> list[str]:
     """The numbers and symbols of each text between separators."""
     exact = _exact_table().take(codes)
     kept = np.where(exact, codes, ord(" "))
-    decoded = _decoded(kept)
-    return [" ".join(text.split()) for text in decoded.split(SEPARATOR)]
+    texts = _decoded(kept).split(SEPARATOR)
+    numbers = []
+    for text in texts:
+        words = text.split()
+        numbers.append(" ".join(words))
+    return numbers
 
 
 def _trigrams(codes: np.ndarray) -> np.ndarray:
     """Each three codes that count and follow each other, as one number."""
-    units = codes[codes != 0].astype(np.uint64)
+    counting = codes[codes != 0]
+    units = counting.astype(np.uint64)
     first = units[:-2] << np.uint64(32)
     second = units[1:-1] << np.uint64(16)
     third = units[2:]
@@ -233,13 +238,18 @@ def _tokens(rows: list[RowText]) -> tuple[np.ndarray, np.ndarray]:
     codes = normalized(pair.join(["", *texts, ""]))
     numbers = _numbers_and_symbols(codes)
     keys = []
-    for row, asked, answered in zip(rows, numbers[2::3], numbers[3::3], strict=False):  # the first two are empty
-        keys.append(_hash(f"{row.exact}\x1d{asked}\x1d{answered}"))
+    questions = numbers[2::3]  # each row has three texts, the first of them empty
+    answers = numbers[3::3]
+    for row, asked, answered in zip(rows, questions, answers, strict=False):
+        key = f"{row.exact}\x1d{asked}\x1d{answered}"
+        keys.append(_hash(key))
     counting = codes[codes != 0]
     separators = np.flatnonzero(counting == ord(SEPARATOR))
     starts = separators[::3]  # a row has three; the last one begins what follows the last row
-    mixed_in = np.repeat(np.array(keys, np.uint64), np.diff(starts))
-    return _trigrams(codes) ^ mixed_in, starts.astype(np.uint64)
+    lengths = np.diff(starts)
+    mixed_in = np.repeat(np.array(keys, np.uint64), lengths)
+    tokens = _trigrams(codes) ^ mixed_in
+    return tokens, starts.astype(np.uint64)
 
 
 def _candidates(signatures: np.ndarray, near: float) -> np.ndarray:
