@@ -7,7 +7,6 @@ import os
 import random
 import re
 import tracemalloc
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,7 +19,7 @@ from click.testing import CliRunner, Result
 from support import ESCAPES, python, refused, steers
 from transformers import AutoTokenizer
 
-from nbutils import data, files
+from nbutils import data
 from nbutils.chat import filter_by_length
 from nbutils.cli import app
 from nbutils.data import build, check, dedupe, evidence, read
@@ -92,7 +91,7 @@ def test_each_broken_row_of_the_sample_is_named_and_hides_no_other(capsys: pytes
     data.show(data.Row("a", 1, {"问": "13812345678?", "reply": "yes"}), "user=问, assistant=reply")
     data.show(data.Row("a", 7, {"question": ""}))
     shown = capsys.readouterr().out
-    assert "line 2, character 113" in shown and "138****5678?\nassistant: yes" in shown and "a line 7, answer" in shown
+    assert "line 2, character 113" in shown and "138****?\nassistant: yes" in shown and "a line 7, answer" in shown
 
 
 PAIR = chat_row("你好", "您好")["messages"]
@@ -180,8 +179,7 @@ def said(answer: Any) -> dict[str, Any]:
     ({"messages": [{"role": "system", "content": "a"}, *PAIR], "system": "b"}, "role_order", "messages[0]"),
     (said("\ud83d"), "control_character", "answer"), (said(float("nan")), "wrong_type", "answer"),
     (said(json.loads("[" * 900 + "]" * 900)), "wrong_type", "answer"), (said(10**5000), "wrong_type", "answer"),
-    (called_with(b="\ud83d"), "wrong_type", "messages[1]"), (called_with(b=float("nan")), "wrong_type", "messages[1]"),
-    (called_with(b=datetime(2020, 1, 1)), "wrong_type", "messages[1]"),
+    (called_with(b="\ud83d"), "wrong_type", "messages[1]"), (called_with(b=10**30), "wrong_type", "messages[1]"),
     (called_with(b="<|im_end|>"), "template_marker", "messages[1]"),
     (called_with(b="CafÃ© Ã  Paris"), "mojibake", "messages[1]"),
     ({"messages": [ASKED, SAID, RESULT, SAID]}, "role_order", "messages[2]"),
@@ -210,8 +208,7 @@ def test_a_mapping_joins_columns_and_ignores_the_rest() -> None:
     assert "--columns" in problem.todo
     [problem] = data.problems_of({"messages": PAIR}, "user=标题+正文, assistant=回复")
     assert (problem.kind, problem.field) == ("missing_field", "标题, 正文, 回复") and "messages" in problem.seen
-    no_sense = ["question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b", "system=who"]
-    for text in (*no_sense, "messages=a, user=b, assistant=c"):
+    for text in ("question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b", "system=who"):
         with refused(f"The columns {text!r} are not"):
             data.parse_mapping(text)
 
@@ -249,11 +246,11 @@ def test_characters_that_are_lost_and_template_markers_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("kind", "text", "shown"), [
-    ("phone", "请打 13812345678 找我", "138****5678"), ("phone", "+86 138 1234 5678", "+86 138****5678"),
-    ("phone", "请打１３８１２３４５６７８找我", "１３８****５６７８"), ("phone", "138\xa01234\xa05678", "138****5678"),
-    ("phone", "座机 021-62345678", "021****5678"), ("id_number", "110105 1949 1231 002X", "110****2X"),
-    ("id_number", "身份证 11010519491231002X", "110****2X"),
-    ("email", "write to anna.b+c@mail.example.cn, please", "a***@mail.example.cn"),
+    ("phone", "请打 13812345678 找我", "138****"), ("phone", "+86 138 1234 5678", "+86****"),
+    ("phone", "请打１３８１２３４５６７８找我", "138****"), ("phone", "138\xa01234\xa05678", "138****"),
+    ("phone", "座机 021-62345678", "021****"), ("id_number", "110105 1949 1231 002X", "110****"),
+    ("id_number", "身份证 11010519491231002X", "110****"),
+    ("email", "write to anna.b+c@mail.example.cn, please", "ann****"),
     ("key", "sk-proj-" + "a1B2" * 8, "sk-****"), ("key", "token hf_" + "aB" * 17, "hf_****"),
     ("key", "WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567", "WAN****"),
     ("key", "https://a.cn/x?token=abcdefgh", "?to****"), ("key", "-----BEGIN RSA PRIVATE KEY-----", "---****"),
@@ -340,7 +337,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(("name", "text", "kinds"), [  # line -> what is wrong with its row
     ("a.csv", 'question,answer\n"two\nlines",yes\nb,no\n', {2: "", 4: ""}),
     ("a.json", json.dumps([qa(1), qa(2)], indent=2), {1: "", 2: ""}),
-    ("a.json", json.dumps({"version": 1, "data": [qa(1), qa(2)]}), {1: "", 2: ""}),
+    ("a.json", json.dumps(qa(1), indent=2), dict.fromkeys(range(1, 5), "malformed_json")),
     ("a.jsonl", "\n%s\r\n\n%s", {2: "", 5: ""}), ("a.jsonl", "[1]\n%s", {1: "", 2: ""}),
     ("a.csv", codecs.BOM_UTF16_LE + "question,answer\na,b\n".encode("utf-16-le") + b"c", {2: "", 3: ""}),
     ("a.jsonl", '{"question": "a", "answer\n%s', {1: "malformed_json", 2: ""}),
@@ -370,8 +367,8 @@ def test_a_document_is_read_whole_up_to_a_limit(tmp_path: Path, monkeypatch: pyt
     [error] = data.read_rows(tmp_path / "a.json")
     assert (error.line, error.problems[0].field) == (2, "character 18") and '"c" "ans' in error.problems[0].seen
     monkeypatch.setattr(read, "LARGEST_DOCUMENT", 50)
-    with refused("MiB, and a .json document is", ".jsonl"):
-        list(data.read_rows(tmp_path / "a.json"))
+    [error] = data.read_rows(tmp_path / "a.json")
+    assert error.problems[0].kind == "long_line" and "one on each line" in error.problems[0].todo
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
@@ -545,13 +542,9 @@ def test_sources_that_cannot_be_read_say_so(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"PK")
     os.mkfifo(tmp_path / "pipe.jsonl")
     write(tmp_path / "folder/.hidden.jsonl", [qa(1)])
-    reasons = dict.fromkeys(("folder", "rows.xlsx", "pipe.jsonl"), "is no data file, and holds none")
-    for name, reason in {"missing.jsonl": "does not exist", **reasons}.items():
-        with refused("Correct the path", f"{tmp_path / name} {reason}", ".csv"):
+    for name in ("folder", "rows.xlsx", "pipe.jsonl", "missing.jsonl"):
+        with refused("Correct the path", f"{tmp_path / name} does not exist, or is no data file", ".csv"):
             data.prepare(str(tmp_path / name), tmp_path / "out")
-    (tmp_path / "renamed.csv").write_bytes(b"PK\3\4\r\rrows")
-    with refused("begins with PK: it looks like an Excel workbook", "save it as CSV UTF-8"):
-        data.prepare(str(tmp_path / "renamed.csv"), tmp_path / "out")
 
 
 def test_a_hub_dataset_is_read_through_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -672,10 +665,10 @@ def test_rows_to_hold_back_are_not_those_to_train_on(tmp_path: Path, monkeypatch
     path, copy = (write(tmp_path / name, [qa(n) for n in range(9)]) for name in ("a.jsonl", "b.jsonl"))
     monkeypatch.chdir(tmp_path)
     for same in (copy, "./a.jsonl"):
-        with refused(f"DATA ({path}) has 18 rows", "0 are left for training, 9 for", "leak, saw one like", "line 1"):
+        with refused("18 = 9 accepted + 9 rejected", "0 train, 9 eval", "leak, saw one like", "line 1"):
             data.prepare(path, tmp_path / "out", eval_source=same)
     for rows in ([], [{"text": "no columns"}] * 20):
-        with refused(f"DATA ({path}) has", "training, 0 for evaluation", "other files with DATA and EVAL_DATA"):
+        with refused(path, "train, 0 eval", "other files with DATA and EVAL_DATA"):
             data.prepare(path, tmp_path / "out", eval_source=write(Path(copy), rows))
 
 
@@ -693,7 +686,7 @@ def test_files_are_held_out_by_their_names_and_files_of_one_name_are_told_apart(
     found = report(*files)
     assert list(found["files"].values()) == [1, 2]
     places = {problem["kind"]: (problem["file"], problem["seen"]) for problem in found["problems"]}
-    assert places["empty"][0].endswith("b/x.jsonl") and "a/x.jsonl line 1" in places["duplicate"][1]
+    assert places["empty"][0].endswith("b/x.jsonl") and "like x.jsonl line 1" in places["duplicate"][1]
 
 
 def test_smaller_sets_lie_inside_larger_ones_and_share_their_evaluation(tmp_path: Path) -> None:
@@ -705,9 +698,9 @@ def test_smaller_sets_lie_inside_larger_ones_and_share_their_evaluation(tmp_path
     assert len({(tmp_path / str(n) / "eval.jsonl").read_bytes() for n in (20, 50, 0)}) == 1
 
 
-def near_duplicates(rows: list[dict[str, Any]], near: float = 0.8) -> tuple[dict[int, int], int]:
-    """The rows that are left out, each with the one kept for it, and how many fill in a template."""
-    return find_repeated(near, np.arange(len(rows)), rows.__getitem__)
+def near_duplicates(rows: list[dict[str, Any]]) -> dict[int, int]:
+    """The rows that are left out, each with the one kept for it."""
+    return find_repeated(0.8, len(rows), lambda number: row_text(**rows[number]))
 
 
 def unrelated(count: int) -> list[dict[str, Any]]:
@@ -726,11 +719,11 @@ def test_what_is_nearly_the_same_is_found_among_others() -> None:
         (lambda text: text.replace("working days", "working-days"), ENGLISH),
     ):  # fmt: skip
         rows = [*others[:100], chat_row(QUESTION, text), *others[100:], chat_row(change(QUESTION), change(text))]
-        assert change(text) != text and near_duplicates(rows) == ({301: 100}, 0), change(text)
+        assert change(text) != text and near_duplicates(rows) == {301: 100}, change(text)
     for question, answer in ((turn["content"] for turn in row["messages"]) for row in others):
         at = chance.randrange(len(answer))
         copies.append(chat_row(question, f"{answer[:at]}z{answer[at + 1 :]}"))
-    assert len(near_duplicates(others + copies)[0]) >= 0.98 * len(others), "nearly all pairs are found"
+    assert len(near_duplicates(others + copies)) >= 0.98 * len(others), "nearly all pairs are found"
 
 
 @pytest.mark.slow
@@ -742,29 +735,28 @@ def test_long_rows_are_compared_a_few_at_a_time_with_the_same_result(
     pair = [chat_row(question, ENGLISH) for question in (QUESTION, QUESTION.upper())]
     rows = [*unrelated(100), pair[0], chat_row("-", "-a-b 1-2"), pair[1]]
     compared = [row_text(**row) for row in rows]
-    whole = dedupe._signatures(compared)
+    whole = dedupe._signatures(iter(compared))
     monkeypatch.setattr(dedupe, "BATCH_CHARACTERS", 300)
-    assert np.array_equal(dedupe._signatures(compared), whole) and near_duplicates(rows) == ({102: 100}, 0)
+    assert np.array_equal(dedupe._signatures(iter(compared)), whole) and near_duplicates(rows) == {102: 100}
 
 
-@pytest.mark.parametrize(("one", "other"), [
+@pytest.mark.parametrize(("row", "other"), [
     ((f"Order 4711: {QUESTION}", ENGLISH), (f"Order 4712: {QUESTION}", ENGLISH)),
     ((f"我要三箱苹果。{ZH}", ZH), (f"我要五箱苹果。{ZH}", ZH)),
     (("Where is Lyon?", ENGLISH), ("Who was Ada?", ENGLISH)), ((QUESTION, "3.5 kg"), (QUESTION, "35 kg")),
     (("What is 4 - 2?", "2"), ("What is 4 / 2?", "2")),
     ((f"In C: {QUESTION}", ENGLISH), (f"In C#: {QUESTION}", ENGLISH)),
 ])  # fmt: skip
-def test_what_only_looks_alike_is_kept(one: tuple[str, str], other: tuple[str, str]) -> None:
-    assert near_duplicates([chat_row(*one), chat_row(*other)])[0] == {}
+def test_what_only_looks_alike_is_kept(row: tuple[str, str], other: tuple[str, str]) -> None:
+    assert near_duplicates([chat_row(*row), chat_row(*other)]) == {}
 
 
 def test_a_template_filled_in_many_times_is_kept_but_not_its_copies() -> None:
     template = f"Classify the review into positive or negative, and answer with this word alone. {ENGLISH} Review: "
     rows = [chat_row(template + row["messages"][0]["content"][:13], "positive") for row in unrelated(TEMPLATE + 40)]
     copy = chat_row(rows[3]["messages"][0]["content"].upper() + " !", "positive")
-    repeated, templated = near_duplicates([*rows, copy])
-    assert repeated == {len(rows): 3} and templated > TEMPLATE
-    assert len(near_duplicates(rows[:TEMPLATE])[0]) > 0, "a few rows that resemble each other are near duplicates"
+    assert near_duplicates([*rows, copy]) == {len(rows): 3}
+    assert near_duplicates(rows[:TEMPLATE]), "a few rows that resemble each other are near duplicates"
 
 
 @pytest.mark.parametrize(("asked", "trained", "reason"), [
@@ -783,19 +775,21 @@ def test_of_two_alike_the_held_out_row_stays(tmp_path: Path, asked: str, trained
 
 
 def test_a_source_that_is_mostly_broken_is_refused_and_its_rows_are_written(tmp_path: Path) -> None:
-    with refused("has 28 rows, and 27 of them cannot be used", "line 4, the row: wrong_type"):
+    with refused("28 = 1 accepted + 27 rejected", "line 4, the row: wrong_type"):
         data.prepare(str(SAMPLES / "broken_rows.jsonl"), tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["rejected.jsonl"]
     assert len(data.stored_rows(tmp_path / "out" / "rejected.jsonl")) == 27
     assert prepared(tmp_path / "copies", [qa(n) for n in range(20)] * 5).accepted == 20
     for rows in ([], [qa(1)]):
-        with refused(f"has {len(rows)} rows, and 0 of them", "at least one row to train on and one to hold out"):
+        with refused(
+            f"{len(rows)} = {len(rows)} accepted + 0 rejected", "at least one row to train on and one to hold out"
+        ):
             prepared(tmp_path / "few", rows)
     assert not (tmp_path / "few/out/data_card.json").exists()
 
 
 def test_few_rows_still_leave_one_for_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "EVAL_FRACTION", 1e-9)
+    monkeypatch.setattr(build, "digests", lambda row, numbers: (hash(str(row)) % 2**64, 2**64 - 1))  # none for eval
     card = prepared(tmp_path, [chat_row("3?", "yes"), chat_row("3?", "yes") | {"tools": [TOOL]}])
     train, held_out = data.load(tmp_path / "out")
     assert (card.train, card.eval) == (1, 1)
@@ -809,7 +803,7 @@ def test_a_card_tells_what_is_in_the_rows_and_nothing_private(tmp_path: Path) ->
     assert card.languages == {"zh": 9, "en": 1, "other": 1} and sum(card.characters.values()) == 11
     assert (card.reasons, card.trimmed, card.warnings) == ({"near_duplicate": 1}, 2, {"phone": 2})
     assert "12 = 11 accepted + 1 rejected" in str(card) and card.fingerprint in str(card)
-    assert "138****5678" in card.examples[0] and "line 11" in card.examples[0]
+    assert "138****" in card.examples[0] and "line 11" in card.examples[0]
     assert "13812345678" not in str(card) + (tmp_path / "out" / "data_card.json").read_text(encoding="utf-8")
     assert data.row_to_show([rows[-1], rows[0]]) is rows[0] and data.row_to_show([rows[-1]]) is rows[-1]
 
@@ -817,7 +811,7 @@ def test_a_card_tells_what_is_in_the_rows_and_nothing_private(tmp_path: Path) ->
 def test_unknown_columns_are_asked_for_and_the_answer_is_taken_and_compared(tmp_path: Path) -> None:
     odd = [{"标题": "发票 13812345678", "正文": f"订单 {n} 什么时候开？", "回复": f"第 {n} 天。"} for n in range(9)]
     path, columns = write(tmp_path / "a.jsonl", odd), "user=标题+正文, assistant=回复"
-    with refused("are left for training,", "标题, 正文, 回复", "COLUMNS = ") as caught:
+    with refused("0 train, 0 eval", "标题, 正文, 回复", "COLUMNS = ") as caught:
         data.prepare(path, tmp_path / "out")
     assert "13812345678" not in str(caught.value)
     card = data.prepare(path, tmp_path / "out", columns="user = 标题 + 正文, assistant=回复")
@@ -858,21 +852,14 @@ def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monk
     (out / "train.jsonl").write_text("half a ro", encoding="utf-8")
     with refused("the data is not prepared"):
         data.load(out)
-    for name in (".building-killed", ".building-now"):
-        (out / name).mkdir()
-        (out / name / "train.jsonl").touch()
-    with files.held(out / ".building-now"):  # as a process that still lives
-        assert prepared(tmp_path, rows).accepted == 30
-    assert set(os.listdir(out)) == {".building-now", "data_card.json", "eval.jsonl", "rejected.jsonl", "train.jsonl"}
+    assert prepared(tmp_path, rows).accepted == 30
+    assert set(os.listdir(out)) == {"data_card.json", "eval.jsonl", "rejected.jsonl", "train.jsonl"}
 
 
-def test_a_full_disk_is_a_clear_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device"):
-        patch.setattr("nbutils.data.build.os.fsync", full)
-        data.prepare("", tmp_path / "out")
-    monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.0)
-    with refused("Not enough disk space in"):
+        patch.setattr(os, "fsync", full)
         data.prepare("", tmp_path / "out")
     assert os.listdir(tmp_path / "out") == []
 
@@ -934,7 +921,6 @@ def test_a_check_counts_everything_and_writes_what_is_asked_for(tmp_path: Path, 
     assert card.train + card.eval == 62 and data.prepare(mixed, out) == card, "a lesson can go on with it"
     assert run(mixed, "--out", out).exit_code == 1, "prepared data is not overwritten"
     found = report(write(tmp_path / "a.jsonl", [{"text": "no columns"}]), "--out", tmp_path / "none")
-    assert "none: rejected.jsonl." in found["next"][0]
     assert os.listdir(tmp_path / "none") == ["rejected.jsonl"]
 
 
@@ -962,8 +948,9 @@ def test_a_lesson_names_the_rejected_rows_too(tmp_path: Path) -> None:
 def test_rows_and_mean_length_are_given_as_plan_wants_them(name: str) -> None:
     folder, lines = SAMPLES / name, {}
     for words in ((folder,), (folder, "--model", "tiny")):
-        [lines[len(words)]] = [line for line in run(*words).stdout.splitlines() if "nbutils plan" in line]
-    assert "estimate" in lines[1] and "--model" in lines[1] and "estimate" not in lines[3]
+        shown = run(*words).stdout
+        assert ("estimate; --model NAME" in shown) == (len(words) == 1)
+        [lines[len(words)]] = [line for line in shown.splitlines() if "nbutils plan" in line]
     command = re.search(r"python -m nbutils (plan --rows 102 --mean-length (\d+))", lines[1])
     assert command and 45 < int(command[2]) < 65, "55 and 51 tokens of Qwen2.5"
     assert CliRunner().invoke(app, command[1].split()).exit_code == 0
@@ -990,9 +977,9 @@ def test_what_held_out_rows_can_prove_follows_from_the_test_of_lesson_04() -> No
 
     assert p(evidence.LEAST_TURNED) < evidence.ALPHA < p(evidence.LEAST_TURNED - 1)
     assert evidence.LEAST_ROWS == evidence.LEAST_TURNED + 1, "one answer may stay as it was"
-    assert evidence.remarks(evidence.FEW_ROWS) == []
-    first, todo = evidence.remarks(14)
-    assert "held-out rows: 14. 7 answers" in first and "EVAL_DATA" in todo
+    assert evidence.remark(evidence.FEW_ROWS) == ""
+    remark = evidence.remark(14)
+    assert "held-out rows: 14. 7 answers" in remark and "EVAL_DATA" in remark
 
 
 def test_no_repair_and_only_json_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1007,8 +994,8 @@ def test_bad_rows_never_stop_a_check_and_columns_are_asked_for_masked(tmp_path: 
     rows = [{"title": f"Order {n}?", "mail": "a@b.cn", "reply": "yes", "13812345678": ""} for n in range(9)]
     path = write(tmp_path / "a.jsonl", rows)
     found, shown = report(path), run(path).stdout
-    assert (found["accepted"], found["columns"]) == (0, ["title", "mail", "reply", "138****5678"])
-    assert "COLUMNS = " in shown and "No row can be used" in shown and "To train" not in shown
+    assert (found["accepted"], found["columns"]) == (0, ["title", "mail", "reply", "138****"])
+    assert "COLUMNS = " in shown and "9 = 0 accepted" in shown and "nbutils plan" not in shown
     assert not [text for text in (shown, json.dumps(found)) if "13812345678" in text or "a@b.cn" in text]
     assert report(path, "--columns", "user=title+mail, assistant=reply")["warnings"] == {"email": 9}
     assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
@@ -1042,9 +1029,9 @@ def test_rows_over_the_limit_are_counted(tmp_path: Path) -> None:
     rows = [chat_row(f"Is order {n} on its way?", "yes " * (400 if n == 7 else 1)) for n in range(20)]
     path = write(tmp_path / "a.jsonl", rows)
     lengths = report(path, "--model", "tiny", "--max-length", "128")["lengths"]
-    assert (lengths["rows"], lengths["over"], lengths["max_length"]) == (20, 1, 128) and lengths["longest"] > 328
+    assert (lengths["over"], lengths["max_length"]) == (1, 128) and lengths["longest"] > 328
     assert report(path, "--model", SAMPLES / "tiny_base", "--max-length", "128")["lengths"] == lengths
-    shown = f"lengths      rows 20, mean {lengths['mean']}, longest {lengths['longest']}\n"
+    shown = f"lengths      mean {lengths['mean']}, longest {lengths['longest']}\n"
     assert shown in run(path, "--model", "tiny").stdout, "no limit"
     tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
     with refused(f"up to {tokenizer.model_max_length} tokens (SET", 'SET = "sft.max_length=1024"'):

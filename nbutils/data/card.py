@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from nbutils import display
 from nbutils.data import evidence
@@ -22,6 +24,9 @@ CARD = "data_card.json"
 TRAIN = "train.jsonl"
 EVAL = "eval.jsonl"
 REJECTED = "rejected.jsonl"
+NEAR_OVERLAP = 0.8  # of two rows: from here on they are near duplicates
+BINS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # characters of a row
+BIN_NAMES = (*(f"<={edge}" for edge in BINS), f">{BINS[-1]}")
 
 
 class Rejection(BaseModel):
@@ -35,68 +40,62 @@ class Rejection(BaseModel):
     todo: str
 
     def __str__(self) -> str:
-        return tr(
-            "{file} line {line}, {field}: {kind}, saw {seen}\n      -> {todo}",
-            file=self.file,
-            line=self.line,
-            field=self.field,
+        text = tr(
+            "{row.file} line {row.line}, {row.field}: {kind}, saw {row.seen}",
+            row=self,
             kind=tr(self.kind),
-            seen=self.seen,
-            todo=self.todo,
         )
+        return f"{text}\n      -> {self.todo}" if self.todo else text
 
 
 class DataCard(BaseModel):
-    """rows = accepted + rejected, accepted = train + eval + unused; each rejected row counts under its first reason."""
+    """What data is made from and how, and what became of its rows.
 
-    model_config = ConfigDict(frozen=True)
+    rows = accepted + rejected, accepted = train + eval + unused; each rejected row counts under its first reason.
+    """
 
     source: str
-    eval_source: str
-    source_sha256: str
-    eval_fraction: float
-    limit: int
+    eval_source: str = ""
     columns: str = ""
-    near: float | None = None  # None: written before near duplicates were looked for, and text was repaired
-    repair: bool | None = None
-    files: dict[str, int] = {}  # rows of each
-    rows: int
-    accepted: int
-    rejected: int
-    train: int
-    eval: int
-    unused: int
-    duplicates: int
-    trimmed: int
-    reasons: dict[str, int]
-    warnings: dict[str, int] = {}
+    limit: int = 0  # of training rows; 0: none
+    near: float = NEAR_OVERLAP
+    repair: bool = True
+    eval_fraction: float = 0.1  # of the questions, where no file holds rows out
+    source_sha256: str = ""
+    files: Counter[str] = Counter()  # rows of each
+    rows: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    train: int = 0
+    eval: int = 0
+    unused: int = 0
+    duplicates: int = 0
+    trimmed: int = 0
+    reasons: Counter[str] = Counter()
+    warnings: Counter[str] = Counter()
     examples: list[str] = []  # of warnings
     problems: list[Rejection] = []  # the first of each reason
-    languages: dict[str, int]
-    characters: dict[str, int]
-    fingerprint: str
+    languages: Counter[str] = Counter()
+    characters: Counter[str] = Counter(dict.fromkeys(BIN_NAMES, 0))  # rows by length
+    lengths: dict[str, int] = {}  # in tokens; `data check --model` counts them
+    fingerprint: str = ""
 
     def __str__(self) -> str:
-        rows = tr(
-            "{rows} = {accepted} accepted + {rejected} rejected",
-            rows=self.rows,
-            accepted=self.accepted,
-            rejected=self.rejected,
-        )
-        splits = tr("{train} train, {eval} eval, {unused} unused", train=self.train, eval=self.eval, unused=self.unused)
-        lines = {
-            tr("source"): tr(self.source),
-            tr("rows"): rows,
-            tr("splits"): splits,
-            tr("rejected"): counts_text(self.reasons),
-            tr("warnings"): counts_text(self.warnings),
-            tr("languages"): counts_text(self.languages),
-            tr("characters"): counts_text(self.characters),
-            tr("fingerprint"): self.fingerprint,
-        }
-        table = [f"{display.pad(name, 12)} {text}" for name, text in lines.items()]
-        remarks = [line for remark in evidence.remarks(self.eval) for line in display.wrap(remark)]
-        return "\n".join(table + remarks)
+        rows = tr("{card.rows} = {card.accepted} accepted + {card.rejected} rejected", card=self)
+        splits = tr("{card.train} train, {card.eval} eval, {card.unused} unused", card=self)
+        lines = [
+            [tr("source"), tr(self.source)],
+            [tr("rows"), rows],
+            [tr("splits"), splits],
+            [tr("rejected"), counts_text(self.reasons.most_common())],
+            [tr("warnings"), counts_text(self.warnings.most_common())],
+            [tr("languages"), counts_text(self.languages.most_common())],
+            [tr("characters"), counts_text(self.characters.items())],
+            [tr("fingerprint"), self.fingerprint],
+        ]
+        if self.lengths:
+            lines.append([tr("lengths"), counts_text(self.lengths.items())])
+        return "\n".join([display.columns_of(lines), *display.wrap(evidence.remark(self.eval))])
 
     def facts(self) -> dict[str, Any]:
         """What goes into the facts.json of a lesson."""
@@ -111,9 +110,9 @@ class DataCard(BaseModel):
         return "\n".join([*lines, all_of_them])
 
 
-def counts_text(counts: dict[str, int]) -> str:
-    """Counts on one line."""
-    return joined(f"{tr(name)} {count}" for name, count in counts.items()) or tr("none")
+def counts_text(counts: Iterable[tuple[str, int]]) -> str:
+    """Counts on one line, without those that are 0."""
+    return joined(f"{tr(name)} {count}" for name, count in counts if count) or tr("none")
 
 
 def hash_files(*groups: Sequence[Path], group_end: bytes = b"") -> str:
@@ -140,18 +139,14 @@ def verify(out: Path) -> DataCard:
             tr("There is no {path}: the data is not prepared.", path=out / CARD),
             todo=tr("Run lesson 02."),
         )
-    try:
+    with suppress(ValueError, FileNotFoundError):
         card = DataCard.model_validate_json((out / CARD).read_bytes())
-        digest = hash_files([out / TRAIN, out / EVAL])
-        if digest != card.fingerprint:
-            raise ValueError(f"sha256 {digest[:12]}")
-    except (ValueError, FileNotFoundError) as problem:
-        reason = str(problem).partition("\n")[0]
-        raise CourseError(
-            tr("The files in {out} are not the ones its card describes: {reason}.", out=out, reason=reason),
-            todo=new_run_todo(out),
-        ) from problem
-    return card
+        if hash_files([out / TRAIN, out / EVAL]) == card.fingerprint:
+            return card
+    raise CourseError(
+        tr("The files in {out} are not the ones its card describes.", out=out),
+        todo=new_run_todo(out),
+    )
 
 
 def new_run_todo(out: Path) -> str:

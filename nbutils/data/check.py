@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbutils import display, models, plan
-from nbutils.data.build import NEAR_OVERLAP, Build, DataSettings, building, find_sources
-from nbutils.data.card import EVAL, REJECTED, TRAIN, DataCard, counts_text, stored_rows
+from nbutils import models, plan
+from nbutils.data.build import Build, find_sources
+from nbutils.data.card import EVAL, NEAR_OVERLAP, REJECTED, TRAIN, DataCard, stored_rows
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
@@ -29,28 +28,17 @@ class DataReport:
     """The card that these files would get, and what to do next."""
 
     card: DataCard
-    lengths: dict[str, int] | None  # in tokens
     columns: list[str]  # of the first row whose columns are not known
     rejected_file: Path | None
     next: list[str]
 
     def as_json(self) -> dict[str, Any]:
         """The report for programs."""
-        return self.card.model_dump() | {
-            "lengths": self.lengths,
-            "columns": self.columns,
-            "next": self.next,
-        }
+        return self.card.model_dump() | {"columns": self.columns, "next": self.next}
 
     def __str__(self) -> str:
-        lines = [str(self.card)]
-        if self.lengths:
-            title = display.pad(tr("lengths"), 12)
-            lines.append(f"{title} {counts_text(self.lengths)}")
         place = self.rejected_file or tr("--rejected FILE writes them")
-        lines.append(self.card.rejected_text(place))
-        lines += [f"  {example}" for example in self.card.examples]
-        return "\n".join([*lines, "", *self.next])
+        return "\n".join([str(self.card), self.card.rejected_text(place), *self.card.examples, "", *self.next])
 
 
 def check(
@@ -70,40 +58,35 @@ def check(
         `print(check(["my_rows.jsonl"], columns="user=title, assistant=reply"))`
     """
     _require_new(out, rejected)
-    settings = DataSettings(", ".join(sources), columns=columns, near=near, repair=repair)
+    card = DataCard(source=", ".join(sources), columns=columns, near=near, repair=repair)
     with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as scratch:  # no part of the report
         tokenizer = models.load_tokenizer(model, "--model") if model or max_length else None
-        with building(out or Path(scratch), settings, *find_sources(sources, "")) as build:
-            card = build.card()
-            lengths = None
-            if tokenizer and card.accepted:
-                lengths = _token_lengths(build.folder, tokenizer, max_length)
-            mean = lengths["mean"] if lengths else _estimated_length(build)
-            if rejected:
-                rejected.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(build.folder / REJECTED, rejected)
-            if out:
-                build.publish_file(REJECTED, out)
-            if out and card.train and card.eval:
-                build.publish(card, out)
+        build = Build(Path(scratch), card, *find_sources(sources, ""))
+        build.run()
+        build.publish(build.folder)
+        if tokenizer and card.accepted:
+            card.lengths = _token_lengths(build.folder, tokenizer, max_length)
+        mean = card.lengths.get("mean") or _estimated_length(build)
+        for path in filter(None, (rejected, out and out / REJECTED)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            build.publish_rejected(path)
+        if out and card.train and card.eval:
+            build.publish(out)
     unknown = [problem.seen for problem in card.problems if problem.kind == "unknown_columns"]
     return DataReport(
         card=card,
-        lengths=lengths,
         columns=unknown[0].split(", ") if unknown else [],
         rejected_file=rejected or (out and out / REJECTED),
-        next=_next_steps(card, mean, out, estimated=not model),
+        next=_next_steps(card, mean, estimated=not model),
     )
 
 
 def _require_new(out: Path | None, rejected: Path | None) -> None:
     """Refuse to write over anything."""
-    empty = out and out.is_dir() and not any(out.iterdir())
-    for path in (rejected, None if empty else out):
+    for path in (out, rejected):
         if path and os.path.lexists(path):
             raise CourseError(
                 tr("{path} is there already.", path=path),
-                allowed=tr("a new or empty folder for --out, a new file for --rejected"),
                 todo=tr("Choose another name; nothing was written."),
             )
 
@@ -115,33 +98,24 @@ def _token_lengths(folder: Path, tokenizer: Any, max_length: int) -> dict[str, i
     rows = stored_rows(folder / TRAIN) + stored_rows(folder / EVAL)
     filtered = filter_by_length(tokenizer, rows, 0)
     lengths = {
-        "rows": len(rows),
         "mean": round(sum(filtered.lengths) / len(rows)),
         "longest": filtered.longest,
     }
     if max_length:
-        over = {example.row for example in filtered.examples if len(example.ids) > max_length}
-        lengths |= {"max_length": max_length, "over": len(over)}
+        over = sum(length > max_length for length in filtered.lengths)
+        lengths |= {"max_length": max_length, "over": over}
     return lengths
 
 
 def _estimated_length(build: Build) -> float:
     """Mean tokens of a row, without a tokenizer."""
-    size = sum((build.folder / name).stat().st_size for name in (TRAIN, EVAL))
-    return size / max(build.train_count + build.eval_count, 1) / BYTES_PER_TOKEN + TEMPLATE_TOKENS
+    mean_size = build.offsets[-1] / max(len(build.sides), 1)
+    return mean_size / BYTES_PER_TOKEN + TEMPLATE_TOKENS
 
 
-def _next_steps(card: DataCard, mean_length: float, out: Path | None, estimated: bool) -> list[str]:
-    steps = []
-    if out:
-        names = ", ".join(sorted(os.listdir(out)))
-        steps.append(tr("Written to {out}: {names}.", out=out, names=names))
-    if not card.accepted:
-        return [*steps, tr("No row can be used.")]
-    if not out:
-        steps.append(tr("To train on the accepted rows: this file as DATA (-p DATA FILE)."))
-    command = plan.command(max(card.train, 1), mean_length)
-    step = tr("Memory, time and cost of a training on them: {command}", command=command)
-    if estimated:
-        step += tr("  # the length is an estimate; --model NAME counts the tokens")
-    return [*steps, step]
+def _next_steps(card: DataCard, mean_length: float, estimated: bool) -> list[str]:
+    if not card.train:
+        return []
+    command = plan.command(card.train, mean_length)
+    step = tr("Memory, time and cost of a training on these rows: {command}", command=command)
+    return [tr("The mean length is an estimate; --model NAME counts the tokens."), step] if estimated else [step]

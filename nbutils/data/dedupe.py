@@ -13,7 +13,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,13 +45,6 @@ class RowText(NamedTuple):
     exact: str
     question: str
     answer: str
-
-
-class Tables(NamedTuple):
-    """For each UTF-16 unit: what it is compared as, and whether it is a numeral or symbol."""
-
-    compared: np.ndarray
-    exact: np.ndarray
 
 
 def digests(row: ChatRow, numbers: bool) -> tuple[int, int]:
@@ -89,7 +82,7 @@ def normalized(text: str) -> np.ndarray:
     if "-" in text or "\uff0d" in text:
         text = _HYPHEN.sub("", text)
     units = np.frombuffer(text.encode("utf-16-le"), np.uint16)
-    return _tables().compared.take(units)
+    return _compared_table().take(units)
 
 
 def _decoded(codes: np.ndarray) -> str:
@@ -97,12 +90,15 @@ def _decoded(codes: np.ndarray) -> str:
 
 
 @functools.cache
-def _tables() -> Tables:
-    characters = [chr(code) for code in range(UNITS)]
-    return Tables(
-        compared=np.array([_compared_as(character) for character in characters], np.uint16),
-        exact=np.array([_is_exact(character) for character in characters]),
-    )
+def _compared_table() -> np.ndarray:
+    """What each UTF-16 unit is compared as."""
+    return np.array([_compared_as(chr(code)) for code in range(UNITS)], np.uint16)
+
+
+@functools.cache
+def _exact_table() -> np.ndarray:
+    """Whether each UTF-16 unit is a numeral or symbol."""
+    return np.array([_is_exact(chr(code)) for code in range(UNITS)])
 
 
 def _is_exact(character: str) -> bool:
@@ -126,10 +122,7 @@ def _compared_as(character: str) -> int:
 
 def row_text(messages: list[dict[str, Any]], tools: Any = None) -> RowText:
     """What is compared of a row."""
-    texts = []
-    for message in messages:
-        calls = message.get("tool_calls", "")
-        texts.append(f"{message['content']}{calls}")
+    texts = [f"{message['content']}{message.get('tool_calls', '')}" for message in messages]
     system = texts.pop(0) if messages[0]["role"] == "system" else ""
     answer = texts.pop()
     return RowText(
@@ -141,12 +134,14 @@ def row_text(messages: list[dict[str, Any]], tools: Any = None) -> RowText:
 
 def _numbers_and_symbols(codes: np.ndarray) -> list[str]:
     """The numbers and symbols of each text between separators."""
-    exact = _tables().exact.take(codes)
+    exact = _exact_table().take(codes)
     kept = np.where(exact, codes, ord(" "))
-    decoded = _decoded(kept)
-    texts = decoded.split(SEPARATOR)
-    inner = texts[1:-1]
-    return [" ".join(text.split()) for text in inner]
+    texts = _decoded(kept).split(SEPARATOR)
+    numbers = []
+    for text in texts:
+        words = text.split()
+        numbers.append(" ".join(words))
+    return numbers
 
 
 def _trigrams(codes: np.ndarray) -> np.ndarray:
@@ -163,9 +158,7 @@ def similarity(row: RowText, other: RowText) -> float:
     """The smaller overlap of questions and of answers; 0 where something differs that has to be equal."""
     if row.exact != other.exact:
         return 0.0
-    questions = _overlap(row.question, other.question)
-    answers = _overlap(row.answer, other.answer)
-    return min(questions, answers)
+    return min(_overlap(row.question, other.question), _overlap(row.answer, other.answer))
 
 
 def _overlap(text: str, other: str) -> float:
@@ -174,36 +167,24 @@ def _overlap(text: str, other: str) -> float:
     other_codes = normalized(f"{SEPARATOR}{other}{SEPARATOR}")
     if _numbers_and_symbols(codes) != _numbers_and_symbols(other_codes):
         return 0.0
-    grams = np.unique(_trigrams(codes))
-    other_grams = np.unique(_trigrams(other_codes))
-    in_both = np.intersect1d(
-        grams,
-        other_grams,
-        assume_unique=True,
-    )
-    shared = len(in_both)
-    either = len(grams) + len(other_grams) - shared
-    return shared / either if either else 1.0
+    grams = _trigrams(codes)
+    other_grams = _trigrams(other_codes)
+    either = np.union1d(grams, other_grams)
+    both = np.intersect1d(grams, other_grams)
+    return len(both) / len(either) if len(either) else 1.0
 
 
 def find_repeated(
     near: float,
-    order: np.ndarray,
-    read: Callable[[int], dict[str, Any]],
-) -> tuple[dict[int, int], int]:
-    """The rows to leave out, each with the row that is kept for it: of two the one that is earlier in `order`.
-
-    And how many rows are similar to others only because they fill in the same template; they stay.
-    """
-
-    def text_of(row: int) -> RowText:
-        return row_text(**read(row))
-
-    signatures = _signatures(map(text_of, range(len(order))))
-    candidates = _candidates(signatures, near, order)
+    count: int,
+    text_of: Callable[[int], RowText],
+) -> dict[int, int]:
+    """Which of so many rows to leave out, each with the row that is kept for it, an earlier one."""
+    signatures = _signatures(map(text_of, range(count)))
+    candidates = _candidates(signatures, near)
     same: dict[int, int] = {}
     similar: dict[int, int] = {}
-    for row in order[candidates[order] >= 0].tolist():
+    for row in np.flatnonzero(candidates >= 0).tolist():
         kept = int(candidates[row])
         kept = same.get(kept, kept)
         overlap = similarity(text_of(row), text_of(kept))
@@ -217,23 +198,21 @@ def find_repeated(
             similar[row] = kept
     rows_like = Counter(similar.values())
     repeated = {row: kept for row, kept in similar.items() if rows_like[kept] <= TEMPLATE}
-    templated = len(similar) - len(repeated)
     for row, kept in same.items():
         repeated[row] = repeated.get(kept, kept)
-    return repeated, templated
+    return repeated
 
 
-def _signatures(texts: Iterable[RowText]) -> np.ndarray:
+def _signatures(texts: Iterator[RowText]) -> np.ndarray:
     """The MinHash signature of every row, 128 bytes each."""
     from rensa import RMinHash
 
     signatures = bytearray()
-    stream = iter(texts)
-    while rows := list(_batch(stream)):
-        tokens, offsets = _tokens(rows)
+    while rows := list(_batch(texts)):
+        tokens, starts = _tokens(rows)
         matrix = RMinHash.digest_matrix_from_flat_token_hashes(
             tokens,
-            offsets,
+            starts,
             PERMUTATIONS,
             SEED,
         )
@@ -242,31 +221,8 @@ def _signatures(texts: Iterable[RowText]) -> np.ndarray:
     return np.frombuffer(signatures, np.uint16).reshape(-1, PERMUTATIONS)
 
 
-def _tokens(rows: list[RowText]) -> tuple[np.ndarray, np.ndarray]:
-    """The 3-grams of all rows, with what has to be equal mixed in, and where each row begins among them."""
-    pair = SEPARATOR * 2  # between two rows: no 3-gram reaches over it
-    texts = [f"{row.question}{SEPARATOR}{row.answer}" for row in rows]
-    codes = normalized(pair.join(["", *texts, ""]))
-    numbers = iter(_numbers_and_symbols(codes))
-    keys = []
-    for row in rows:
-        next(numbers)  # of the empty text within the pair
-        asked = next(numbers)
-        answered = next(numbers)
-        key = f"{row.exact}\x1d{asked}\x1d{answered}"
-        keys.append(_hash(key))
-    counting = codes[codes != 0]
-    separators = np.flatnonzero(counting == ord(SEPARATOR))
-    # a row has three; the last one begins what follows the last row
-    starts = separators[::3]
-    lengths = np.diff(starts)
-    mixed_in = np.repeat(np.array(keys, np.uint64), lengths)
-    tokens = _trigrams(codes) ^ mixed_in
-    return tokens, starts.astype(np.uint64)
-
-
 def _batch(stream: Iterator[RowText]) -> Iterator[RowText]:
-    """The next rows of a stream that are hashed at once."""
+    """The next rows of a stream that are hashed at once: one by one takes twice as long."""
     characters = 0
     for row in stream:
         yield row
@@ -275,25 +231,42 @@ def _batch(stream: Iterator[RowText]) -> Iterator[RowText]:
             return
 
 
-def _candidates(
-    signatures: np.ndarray,
-    near: float,
-    order: np.ndarray,
-) -> np.ndarray:
+def _tokens(rows: list[RowText]) -> tuple[np.ndarray, np.ndarray]:
+    """The 3-grams of all rows, with what has to be equal mixed in, and where each row begins among them."""
+    pair = SEPARATOR * 2  # between two rows: no 3-gram reaches over it
+    texts = [f"{row.question}{SEPARATOR}{row.answer}" for row in rows]
+    codes = normalized(pair.join(["", *texts, ""]))
+    numbers = _numbers_and_symbols(codes)
+    keys = []
+    questions = numbers[2::3]  # each row has three texts, the first of them empty
+    answers = numbers[3::3]
+    for row, asked, answered in zip(rows, questions, answers, strict=False):
+        key = f"{row.exact}\x1d{asked}\x1d{answered}"
+        keys.append(_hash(key))
+    counting = codes[codes != 0]
+    separators = np.flatnonzero(counting == ord(SEPARATOR))
+    starts = separators[::3]  # a row has three; the last one begins what follows the last row
+    lengths = np.diff(starts)
+    mixed_in = np.repeat(np.array(keys, np.uint64), lengths)
+    tokens = _trigrams(codes) ^ mixed_in
+    return tokens, starts.astype(np.uint64)
+
+
+def _candidates(signatures: np.ndarray, near: float) -> np.ndarray:
     """For each row the most similar of the rows that come first in its LSH buckets; -1 where there is none."""
-    best = np.full(len(order), -1, np.int64)
+    best = np.full(len(signatures), -1, np.int64)
     least = int(max(near - 0.15, 0) * PERMUTATIONS)  # less is no candidate
-    score = np.full(len(order), least, np.uint8)  # of the best so far
-    for band in _bands(signatures):
+    score = np.full(len(signatures), least, np.uint8)  # of the best so far
+    whole = np.array([hash(row.tobytes()) for row in signatures])  # copies in a crowd of similar rows share all of it
+    for band in (*signatures.view(np.uint64).T, whole):
         _, first, bucket = np.unique(
-            band[order],
+            band,
             return_index=True,
             return_inverse=True,
         )
-        earliest = order[first[bucket]]
-        later = earliest != order
-        rows = order[later]
-        others = earliest[later]
+        earliest = first[bucket]
+        rows = np.flatnonzero(earliest < np.arange(len(band)))
+        others = earliest[rows]
         equal = signatures[rows] == signatures[others]
         same = equal.sum(axis=1, dtype=np.uint8)
         better = same > score[rows]
@@ -301,9 +274,3 @@ def _candidates(
         best[improved] = others[better]
         score[improved] = same[better]
     return best
-
-
-def _bands(signatures: np.ndarray) -> Iterator[np.ndarray]:
-    """Each band of the signatures; then all in one, as copies in a crowd of similar rows share the whole signature."""
-    yield from signatures.view(np.uint64).T
-    yield np.array([hash(signature.tobytes()) for signature in signatures])

@@ -15,22 +15,19 @@ LEAST_ROWS = LEAST_TURNED + 1  # below: no verdict; one answer may be right befo
 FEW_ROWS = 20  # below: a warning, as intervals are rough
 
 
-def remarks(rows: int) -> list[str]:
+def remark(rows: int) -> str:
     """What so few held-out rows can prove, and what to do; nothing where they are enough."""
     if rows >= FEW_ROWS:
-        return []
-    seen = tr(
+        return ""
+    return tr(
         "[WARN] held-out rows: {rows}. {turned} answers have to turn right, and none wrong, before luck is ruled out "
-        "(exact paired test, p < {alpha}); below {least} rows lesson 04 gives no verdict.",
+        "(exact paired test, p < {alpha}); below {least} rows lesson 04 gives no verdict. "
+        "To do: add rows; or train on fewer and hold out more ({few} or more in a file of their own: EVAL_DATA of "
+        "lesson 02); or cross-validation: train several times, each time with other rows in EVAL_DATA and another "
+        "RUN_NAME, and count the right answers of all runs together.",
         rows=rows,
         turned=LEAST_TURNED,
         alpha=ALPHA,
         least=LEAST_ROWS,
-    )
-    todo = tr(
-        "To do: add rows; or train on fewer and hold out more ({few} or more in a file of their own: EVAL_DATA of "
-        "lesson 02); or cross-validation: train several times, each time with other rows in EVAL_DATA and another "
-        "RUN_NAME, and count the right answers of all runs together.",
         few=FEW_ROWS,
     )
-    return [seen, todo]

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from nbutils import platforms
 from nbutils.data.rows import Row, RowError
@@ -65,6 +65,10 @@ def _error(file: Path, line: int, kind: Kind, field: str, seen: str, raw: Any = 
     return RowError(file.name, line, raw, (Problem(kind, field, seen),))
 
 
+def _too_long(file: Path, line: int, limit: int) -> RowError:
+    return _error(file, line, "long_line", tr("the row"), tr("over {mib} MiB", mib=limit >> 20))
+
+
 def format_of(path: Path, formats: tuple[str, ...] = FORMATS) -> str:
     """The format by the name, whether compressed or not; empty if it is none of these."""
     suffix = path.suffix.lower()
@@ -106,9 +110,8 @@ def find_files(source: str, formats: tuple[str, ...] = FORMATS) -> list[Path]:
         if file.is_file() and format_of(file, formats) and not hidden:
             files.append(file)
     if not files:
-        reason = tr("is no data file, and holds none") if path.exists() else tr("does not exist")
         raise CourseError(
-            tr("{path} {reason}.", path=path.absolute(), reason=reason),
+            tr("{path} does not exist, or is no data file and holds none.", path=path.absolute()),
             allowed=tr(
                 "a file that ends in {formats} (or in .gz or .zst after that), a folder of them, or a hub dataset as "
                 "owner/name",
@@ -137,7 +140,6 @@ def _download(repo: str, folder: str | None) -> list[Path]:
                 repo=repo,
                 reason=f"{type(problem).__name__}: {first_line}",
             ),
-            allowed=tr("a hub dataset as owner/name or owner/name:folder, or a file of your own"),
             todo=tr("Correct the name, set HF_TOKEN if it is private, or set HF_ENDPOINT to a mirror that answers."),
         ) from problem
     return [Path(file["filename"]) for rows in splits for file in rows.cache_files]
@@ -155,7 +157,7 @@ def _open(path: Path) -> Any:
     return open(path, "rb", CHUNK)
 
 
-def open_text(file: Path) -> io.TextIOWrapper[Any]:
+def open_text(file: Path) -> TextIO:
     """A text in UTF-8, UTF-16 or GBK; bytes that are none of these become U+DCxx or U+FFFD, which no row may hold."""
     raw = _open(file)
     encoding = encoding_of(raw.peek(HEAD)[:HEAD])
@@ -163,7 +165,7 @@ def open_text(file: Path) -> io.TextIOWrapper[Any]:
     return io.TextIOWrapper(raw, encoding, errors, newline="\n")
 
 
-def _lines(text: io.TextIOWrapper[Any]) -> Iterator[str]:
+def _lines(text: TextIO) -> Iterator[str]:
     """The lines of a text, in bounded memory."""
     while line := text.readline(LONGEST_LINE):
         if len(line) == LONGEST_LINE:
@@ -172,39 +174,34 @@ def _lines(text: io.TextIOWrapper[Any]) -> Iterator[str]:
 
 
 def _json_rows(file: Path) -> Iterator[Row | RowError]:
-    """The rows of lines (.jsonl), or of a document: an array, {"data": [...]}, or one row."""
+    """The rows of an array, or one of each line, whatever the name of the file says."""
     with open_text(file) as text:
-        is_array = text.buffer.peek(HEAD).lstrip().startswith(b"[")
-        if format_of(file) == ".jsonl" and not is_array:
+        is_array = text.readline(HEAD).lstrip().startswith("[")
+    with open_text(file) as text:
+        if is_array:
+            yield from _array_rows(file, text.read(LARGEST_DOCUMENT + 1))
+        else:
             yield from _json_lines(file, text)
-            return
-        document = text.read(LARGEST_DOCUMENT + 1)
+
+
+def _array_rows(file: Path, document: str) -> Iterator[Row | RowError]:
     if len(document) > LARGEST_DOCUMENT:
-        raise CourseError(
-            tr(
-                "{file} is larger than {limit} MiB, and a .json document is read whole.",
-                file=file,
-                limit=LARGEST_DOCUMENT >> 20,
-            ),
-            todo=tr("Save it as .jsonl, one row on each line."),
-        )
+        yield _too_long(file, 1, LARGEST_DOCUMENT)
+        return
     try:
         rows = json.loads(document)
     except (ValueError, RecursionError) as problem:
-        if getattr(problem, "msg", "") == "Extra data":  # lines, whatever the name says
-            with open_text(file) as text:
-                yield from _json_lines(file, text)
+        if getattr(problem, "msg", "") == "Extra data":  # the first row of several is an array
+            yield from _json_lines(file, io.StringIO(document))
         else:
             line = getattr(problem, "lineno", 1)
             yield _malformed(file, line, document.splitlines()[line - 1], problem)
         return
-    if isinstance(rows, dict):
-        rows = rows.get("data", rows)
-    for number, row in enumerate(rows if isinstance(rows, list) else [rows], start=1):
+    for number, row in enumerate(rows, start=1):
         yield Row(file.name, number, row)
 
 
-def _json_lines(file: Path, text: io.TextIOWrapper[Any]) -> Iterator[Row | RowError]:
+def _json_lines(file: Path, text: TextIO) -> Iterator[Row | RowError]:
     for number, line in enumerate(_lines(text), start=1):
         line = line.strip()
         try:
@@ -227,13 +224,7 @@ def _table_rows(file: Path) -> Iterator[Row | RowError]:
     with open_text(file) as text:
         lines = _lines(text)
         first = next(lines, "")
-        if first.startswith("PK\3\4"):  # a zip archive, as .xlsx files are
-            raise CourseError(
-                tr("{file} begins with PK: it looks like an Excel workbook, whatever its name.", file=file),
-                todo=tr("Open it in Excel and save it as CSV UTF-8."),
-            )
-        tabs = format_of(file) == ".tsv"
-        sign = "\t" if tabs else next((sign for sign in ",;\t" if sign in first), ",")  # Excel has ; in much of Europe
+        sign = max("\t;,", key=first.count)  # Excel has ; in much of Europe
         reader = csv.reader(chain([first], lines), delimiter=sign, strict=True)
         names: list[str] = []
         end = 0  # the line on which the last row ended
@@ -274,8 +265,7 @@ def _arrow_rows(file: Path) -> Iterator[Row | RowError]:
                 rows = batch.slice(start, size)
                 if rows.nbytes > LONGEST_LINE:
                     number += 1
-                    seen = tr("over {mib} MiB", mib=LONGEST_LINE >> 20)
-                    yield _error(file, number, "long_line", tr("the row"), seen)
+                    yield _too_long(file, number, LONGEST_LINE)
                     continue
                 for row in rows.to_pylist():
                     number += 1

@@ -15,15 +15,15 @@ from typing_extensions import NotRequired, TypedDict
 from nbutils.data.texts import (
     Kind,
     Problem,
+    find_private,
     find_problems,
     fix_encoding,
     short,
-    warn_of_private,
 )
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
-PARTS = ("user", "assistant", "system", "reasoning", "messages", "tools")
+PARTS = {"user", "assistant", "system", "reasoning", "messages", "tools"}
 SHAPES = (  # as COLUMNS has them; of columns joined by + only the first must be there
     "messages=messages", "messages=conversations", "messages=conversation",
     "user=instruction+input, assistant=output", "user=instruction+context+input, assistant=response",
@@ -169,45 +169,45 @@ def parse_mapping(text: str) -> Parts:
         part, _, names = piece.partition("=")
         parts[part.strip()] = tuple(filter(None, map(str.strip, names.split("+"))))
     once_each = len(parts) == len(pieces)
-    needed = parts.keys() & {"user", "assistant", "messages"}
-    complete = needed in ({"user", "assistant"}, {"messages"}) and all(parts.values())
-    if pieces and not (once_each and complete and parts.keys() <= set(PARTS)):
+    complete = "messages" in parts or {"user", "assistant"} <= parts.keys()
+    if pieces and not (once_each and complete and all(parts.values()) and parts.keys() <= PARTS):
         raise CourseError(
             tr("The columns {mapping!r} are not a valid mapping.", mapping=text),
             todo=tr(
-                'Write them like "user=title+body, assistant=reply", or like "messages=chat"; the parts are {parts}, '
-                "each once.",
-                parts=", ".join(PARTS),
+                'Write them like "user=title+body, assistant=reply", or like "messages=chat"; the parts are user, '
+                "assistant, system, reasoning, messages and tools, each once."
             ),
         )
-    return {part: parts[part] for part in PARTS if part in parts}
+    return parts
 
 
 @lru_cache(maxsize=1024)
-def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts | Problem:
+def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts:
     """Which columns hold which part; decided once for all rows that have the same columns."""
     known = {_normalized(column): column for column in reversed(columns)}
     names = ", ".join(columns)
-    complete: list[Parts] = []
-    missing = ""
-    for shape in map(parse_mapping, [mapping] if mapping else SHAPES):
-        needed = _columns_of(shape)
-        if not mapping:
-            needed = [joined[0] for joined in shape.values()]
-        absent = [column for column in needed if _normalized(column) not in known]
+    if mapping:
+        parts = parse_mapping(mapping)
+        absent = [column for column in _columns_of(parts) if _normalized(column) not in known]
+        if absent:
+            raise InvalidRow(Problem("missing_field", ", ".join(absent), names))
+        return _present(parts, known)
+    complete = []
+    partly = []  # what the shapes lack of which a part is there
+    for shape in map(parse_mapping, SHAPES):
+        needed = [joined[0] for joined in shape.values()]
+        absent = [column for column in needed if column not in known]
         if not absent:
             complete.append(_present(shape, known))
-        elif mapping or len(absent) < len(needed):
-            missing = missing or ", ".join(absent)
-    if not complete and missing:
-        return Problem("missing_field", missing, tr("only {names}", names=names))
+        elif len(absent) < len(needed):
+            partly.append(absent)
+    if not complete and partly:
+        raise InvalidRow(Problem("missing_field", ", ".join(partly[0]), names))
     if not complete:
-        return Problem("unknown_columns", tr("the columns"), names)
-    if mapping:
-        return complete[0]
+        raise InvalidRow(Problem("unknown_columns", tr("the columns"), names))
     used = set(_columns_of(complete[0]))
     if not all(used.issuperset(_columns_of(parts)) for parts in complete):
-        return Problem("ambiguous_columns", tr("the columns"), names)
+        raise InvalidRow(Problem("ambiguous_columns", tr("the columns"), names))
     return complete[0] | _present(OPTIONAL, known)
 
 
@@ -280,8 +280,6 @@ def _parts_of(raw: Any, mapping: str) -> Parts:
     if not isinstance(raw, dict):
         raise InvalidRow(Problem("wrong_type", tr("the row"), short(raw)))
     parts = layout_of(tuple(raw), mapping)
-    if isinstance(parts, Problem):
-        raise InvalidRow(parts)
     for column in parts.get("unsupported", ()):
         if raw[column]:
             raise InvalidRow(Problem("unsupported_field", column, short(raw[column])))
@@ -358,7 +356,7 @@ class _Check:
         text = message["content"] or ""
         extras = {key: message[key] for key in EXTRAS.get(role, ()) if message.get(key)}
         if extras:
-            self.text(turn.place, _stored_text(turn.place, extras), repair=False)
+            self.text(turn.place, _as_json(turn.place, extras), repair=False)
         if not text.strip() and "tool_calls" not in extras:
             self.problems.append(Problem("empty", turn.place, short(message["content"])))
         if role == "assistant":
@@ -377,7 +375,7 @@ class _Check:
             else:
                 self.problems.append(problem)
         self.problems += find_problems(field, text)
-        self.warnings += warn_of_private(field, text)
+        self.warnings += [Problem(span.kind, field, span.masked) for span in find_private(text)]
         trimmed = text.replace("\r\n", "\n").rstrip()
         if trimmed[:1].isspace():
             trimmed = _BLANK_LINES.sub("", trimmed)
@@ -390,7 +388,7 @@ class _Check:
         if not value or not _validated(TOOLS, value, "tools"):
             return None
         tools: list[Json] = _from_json(value)
-        self.text("tools", _stored_text("tools", tools), repair=False)
+        self.text("tools", _as_json("tools", tools), repair=False)
         return tools
 
 
@@ -401,15 +399,12 @@ def _with_reasoning(text: str, reasoning: str) -> str:
     return f"<think>\n{reasoning.strip()}\n</think>\n\n{text}"
 
 
-def _stored_text(place: str, value: Any) -> str:
-    """Calls or tools as they are stored, which must be what is read later."""
+def _as_json(place: str, value: Any) -> str:
+    """Calls or tools as they are stored."""
     try:
-        text = orjson.dumps(value)
-    except TypeError:
-        text = b"null"
-    if orjson.loads(text) != value:
-        raise InvalidRow(Problem("wrong_type", place, short(value)))
-    return text.decode()
+        return orjson.dumps(value).decode()
+    except TypeError as error:
+        raise InvalidRow(Problem("wrong_type", place, short(value))) from error
 
 
 def _require_order(turns: list[Turn]) -> None:

@@ -16,8 +16,8 @@ from nbutils.masking import KEY
 Kind = Literal[  # of a problem or a warning
     "ambiguous_columns", "control_character", "damaged_file", "duplicate", "email", "empty", "encoding", "id_number",
     "key", "leak", "long_line", "malformed_csv", "malformed_json", "missing_field", "mojibake", "near_duplicate",
-    "near_leak", "no_assistant", "phone", "role_order", "template_marker", "templated", "unknown_columns",
-    "unknown_role", "unsupported_field", "wrong_type",
+    "near_leak", "no_assistant", "phone", "role_order", "template_marker", "unknown_columns", "unknown_role",
+    "unsupported_field", "wrong_type",
 ]  # fmt: skip
 NAME_COLUMNS = 'name the columns: COLUMNS = "user=first+second, assistant=third" in lesson 02, or --columns "..."'
 TODOS: dict[Kind, str] = {  # for rows that are rejected
@@ -28,11 +28,11 @@ TODOS: dict[Kind, str] = {  # for rows that are rejected
     "empty": "write the text, or remove the row",
     "encoding": "not UTF-8 and not GBK: save the file again as UTF-8",
     "leak": "train on questions eval does not ask",
-    "long_line": "split it",
+    "long_line": "split it; rows of an array: write one on each line",
     "malformed_csv": (
         'as many values as the header has names; quote values that hold a comma or a line break ("" for a quote)'
     ),
-    "malformed_json": "fix it, or write it with json.dumps",
+    "malformed_json": "one row on each line, or an array of rows: fix it, or write it with json.dumps",
     "missing_field": f"add it, or {NAME_COLUMNS}",
     "mojibake": "text was read in the wrong encoding: save the source again as UTF-8",
     "near_duplicate": "nothing: one copy is kept",
@@ -44,7 +44,7 @@ TODOS: dict[Kind, str] = {  # for rows that are rejected
     "template_marker": "remove it: the chat template adds these markers itself",
     "unknown_columns": NAME_COLUMNS,
     "unknown_role": "use one of: system, user, assistant, tool (or human, gpt); calls and tools as OpenAI writes them",
-    "unsupported_field": "this course trains plain text: leave it empty",
+    "unsupported_field": "this course trains plain text: leave it empty; write earlier turns as messages",
     "wrong_type": 'texts stand in quotes, a row is {"messages": [{"role": "user", "content": "..."}, ...]}',
 }
 
@@ -70,7 +70,6 @@ PHONE = re.compile(
     rf"(?<![0-9])(?<![0-9]\.)(?:(?:(?:\+|00)?86{_GAP}?)?1[3-9][0-9]({_GAP}?)[0-9]{{4}}\1[0-9]{{4}}"
     rf"|(?:0(?:10|2[0-9]){_GAP}[2-8][0-9]{{7}}|0[3-9][0-9]{{2}}{_GAP}[2-8][0-9]{{6,7}}))(?![0-9])"
 )
-_END_OF_PHONE = re.compile(rf"{_GAP}?\d{{3,4}}{_GAP}?(\d{{4}})$")
 ID_NUMBER = re.compile(  # district, day of birth, serial; a mistyped one is as private, so the checksum does not count
     rf"(?<![0-9])[1-8][0-9]{{5}}{_GAP}?(?:19|20)[0-9]{{2}}{_GAP}?(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01]){_GAP}?"
     r"[0-9]{3}[0-9Xx](?![0-9])"
@@ -148,7 +147,6 @@ def find_problems(field: str, text: str) -> Iterator[Problem]:
 
 def find_private(text: str) -> Iterator[Private]:
     """Each phone or identity number, e-mail address and key, in the order of the text."""
-    original = text
     if not text.isascii() and ("０" in text or "１" in text or "＠" in text):
         text = text.translate(_WIDE)  # the digits of Chinese keyboards; no place changes
     raw = text.encode("utf-8", "surrogatepass")
@@ -162,8 +160,7 @@ def find_private(text: str) -> Iterator[Private]:
     spans = []
     for kind, pattern in patterns.items():
         for match in pattern.finditer(text):
-            start, stop = match.span()
-            spans.append(Private(start, stop, kind, _masked(kind, original[start:stop])))
+            spans.append(Private(*match.span(), kind, f"{match[0][:3]}****"))
     end = 0
     for span in sorted(spans):
         if span.start >= end:
@@ -171,31 +168,12 @@ def find_private(text: str) -> Iterator[Private]:
             end = span.stop
 
 
-def warn_of_private(field: str, text: str) -> Iterator[Problem]:
-    """A warning for each piece of private data, which it shows masked."""
-    for span in find_private(text):
-        yield Problem(span.kind, field, span.masked)
-
-
-def _masked(kind: Kind, private: str) -> str:
-    if kind == "phone":
-        return _END_OF_PHONE.sub(r"****\1", private)
-    if kind == "id_number":
-        return f"{private[:3]}****{private[-2:]}"
-    if kind == "email":
-        host = private.translate(_WIDE).partition("@")[2]
-        return f"{private[0]}***@{host}"
-    return f"{private[:3]}****"
-
-
 def mask(text: str) -> str:
-    """The text with private data made unreadable: 138****5678, a***@b.cn, sk-****."""
-    masked = ""
-    end = 0
-    for span in find_private(text):
-        masked += text[end : span.start] + span.masked
-        end = span.stop
-    return masked + text[end:]
+    """The text with private data made unreadable: 138****, ann****, sk-****."""
+    spans = list(find_private(text))
+    for span in reversed(spans):  # from the end, so that no place changes
+        text = text[: span.start] + span.masked + text[span.stop :]
+    return text
 
 
 def shown(text: str) -> str:
