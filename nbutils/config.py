@@ -16,10 +16,10 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from nbutils import files, former_names
 from nbutils.errors import CourseError, require_choice
@@ -38,6 +38,13 @@ CLASSES = {  # whose keyword arguments a block holds: any of them may be added t
     "lora": "peft.LoraConfig", "quantization": "transformers.BitsAndBytesConfig", "sft": "trl.SFTConfig",
     "vllm": "vllm serve",
 }  # fmt: skip
+VLLM_FLAGS = (  # by name: vLLM is installed in an environment of its own, so its class cannot be asked here
+    "async_scheduling", "attention_backend", "block_size", "chat_template", "compilation_config", "cpu_offload_gb",
+    "data_parallel_size", "dtype", "enable_auto_tool_choice", "enable_chunked_prefill", "enable_expert_parallel",
+    "enable_prefix_caching", "enforce_eager", "generation_config", "kv_cache_dtype", "load_format",
+    "max_num_batched_tokens", "override_generation_config", "pipeline_parallel_size", "port", "quantization",
+    "reasoning_parser", "seed", "speculative_config", "tensor_parallel_size", "tool_call_parser",
+)  # fmt: skip
 DECIDES = {  # keyword arguments that the lessons give, by what decides them
     "from_pretrained.dtype": (
         "sft.bf16", "sft.fp16", "quantization.bnb_4bit_compute_dtype", "quantization.bnb_4bit_quant_storage",
@@ -218,23 +225,37 @@ def _problem_with(name: str, value: Any) -> str:
     changes_base = argument == "init_lora_weights" and str(value).lower() not in BASE_KEEPING_INITS
     if changes_base or (argument in UNMERGEABLE and value):
         return tr("lesson 04 could not merge such an adapter")
-    if block == "vllm":
-        return ""  # it has an environment of its own, and refuses what it does not know
     known = arguments_of(owner)
     if known and argument not in known:
         hint = _did_you_mean(name, [f"{block}.{other}" for other in known])
         return tr("no argument of {owner} that a profile takes", owner=owner) + hint
+    return _wrong_value(owner, argument, value) if known and block != "vllm" else ""
+
+
+def _wrong_value(owner: str, argument: str, value: Any) -> str:
+    """Why a value is none of those that a class declares for an argument; empty if it is one, or none are declared."""
+    declared = get_type_hints(_named(owner)).get(argument, Any)
+    try:
+        TypeAdapter(declared, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
+    except ValidationError as problem:
+        return tr("{wanted}, not {seen}", wanted=problem.errors()[0]["msg"], seen=reprlib.repr(value))
     return ""
 
 
 def arguments_of(owner: str) -> list[str]:
     """The keyword arguments of a class, by its dotted name; none where its library is not installed."""
-    module, _, name = owner.rpartition(".")
+    if owner == CLASSES["vllm"]:
+        return [*Vllm.model_fields, *VLLM_FLAGS]
     try:
-        library_class = getattr(importlib.import_module(module), name)
+        return list(inspect.signature(_named(owner)).parameters)
     except ImportError:
         return []
-    return list(inspect.signature(library_class).parameters)
+
+
+def _named(owner: str) -> Any:
+    """The class with that dotted name."""
+    module, _, name = owner.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -420,7 +420,7 @@ def test_a_value_of_another_kind_is_told_with_its_file_and_is_no_others_problem(
 def test_lists_among_the_settings_are_shown(home: Path) -> None:
     a_run(home, "one")
     a_run(home, "two", **{"lora.layers_to_transform": [1, 2]})
-    assert cells(invoke("compare", "one", "two").output, "lora.layers_to_transform") == ["-", "1, 2"]
+    assert cells(invoke("compare", "one", "two").output, "lora.layers_to_transform") == ["-", "[1, 2]"]
 
 
 def test_planted_runs_do_not_steer_the_terminal(home: Path) -> None:

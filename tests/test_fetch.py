@@ -99,7 +99,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_byte(
     machine(tmp_path, HF_ENDPOINT=hub.url).enter(monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("nbutils.disk.free_gib", lambda folder: 0.001)
-    with refused(f": {REPO} needs ", "0.00 GiB are free"):
+    with refused("are needed, and only 0.00 GiB are free"):
         fetch.fetch_inputs(REPO, "", "")
     assert not [request for request in hub.asked if "/resolve/" in request]
 

@@ -127,13 +127,21 @@ def test_the_arguments_of_the_libraries_may_be_added_and_others_get_the_nearest(
         "sft.learning_rates=1": "no argument of trl.SFTConfig that a profile takes, did you mean sft.learning_rate?",
         "lora.lora_alphas=1": "did you mean lora.lora_alpha?", "sft.bf16=true": "from_pretrained.dtype",
         "lora.rank_pattern={a: 8}": "could not merge", "quantization.bnb_4bit_quant_typ=nf4": "bnb_4bit_quant_type?",
-        "vllm.dtype=half": "from_pretrained.dtype",
+        "vllm.max_model_length=9": "did you mean vllm.max_model_len?", "vllm.dtype=half": "from_pretrained.dtype",
         "lora.init_lora_weights=pissa": "could not merge", "lora.r.x=3": "unknown key",
-        "vllm.port=6006": "PORT",
+        "vllm.enforce_eagre=true": "did you mean vllm.enforce_eager?", "vllm.port=6006": "PORT",
     }  # fmt: skip
     for text, expected in wrong.items():
         with refused(" has 1 problem(s):", expected):
             resolve("tiny", text=text)
+
+
+def test_the_value_of_an_added_argument_is_held_against_its_class() -> None:
+    good = "sft.neftune_noise_alpha=5, sft.adam_beta2=0.95, lora.bias=none, lora.modules_to_save=[lm_head]"
+    assert resolve("tiny", text=good).profile.sft["neftune_noise_alpha"] == 5
+    wrong = ("sft.adam_beta1: ", "lora.bias: ", "sft.dataloader_num_workers: ")
+    with refused(" has 3 problem(s):", *wrong, "'none', 'all' or 'lora_only'"):
+        resolve("tiny", text="sft.adam_beta1=abc, lora.bias=foo, sft.dataloader_num_workers=two")
 
 
 def test_a_misspelt_key_is_named_beside_the_one_that_is_missing(altered: Altered) -> None:

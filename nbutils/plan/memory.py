@@ -22,6 +22,7 @@ OPTIMIZER = 8
 # strategies
 GATHERED = 2  # layers whose weights FSDP2 has gathered: the one at work, and the next one
 BUCKET = 5e8  # elements of the buffer in which DeepSpeed reduces gradients, however few (its reduce_bucket_size)
+LIVE = 1e9  # weights that ZeRO-3 has gathered and not yet released (its stage3_max_live_parameters)
 # activations: tensors of a micro-step's tokens that one layer keeps for its backward pass
 SAVED_HIDDEN = 4  # input and output of both norms
 PLAIN_HIDDEN = 8.5  # without Liger: float32 copies in the norms, q and k before and after their rotation (measured)
@@ -139,10 +140,14 @@ def _gathered(shape: Shape, recipe: Recipe) -> list[Term]:
 
     The output head is a unit of its own (accelerate), gathered until its backward pass; the buffer it came in is there
     until the forward pass ends, when layers are not. The embedding is gathered when the head is not.
+    ZeRO-3 keeps up to LIVE weights, beside the head.
     """
     number_bytes = recipe.number_bytes
     head_weights = shape.vocab * shape.hidden
     head = Term("output head", head_weights * number_bytes)
+    if recipe.engine == "zero3":
+        live = min(LIVE, shape.params)
+        return [head, Term("live weights", live * number_bytes)]
     weight = FOUR_BITS if recipe.method == "qlora" else number_bytes
     base = shape.linear_params * weight
     adapters = shape.adapter_params(recipe.r) * number_bytes
