@@ -8,11 +8,13 @@ Fused layers compute the numbers of PEFT's own in fewer passes over memory:
 
 from __future__ import annotations
 
+import inspect
 import logging
 import types
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ KNOWN_MLPS = ("Qwen2MLP", "Qwen3MLP", "LlamaMLP", "MistralMLP")  # exactly down(
 # Layers that end with `residual + mlp(...)`: recomputing them does not need the last product.
 ENDS_WITH_MLP = ("Qwen2DecoderLayer", "Qwen3DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer")
 Checksums = dict[str, tuple[bool, int]]  # by name: whether a weight is trained, and its checksum
-NAMES_GQA = torch.__version__ >= "2.11"  # earlier attention for packed rows takes fewer heads of keys unasked
+_signature = cache(inspect.signature)
 
 
 def require_unquantized(model: str) -> None:
@@ -165,8 +167,8 @@ def _attend(
         edges, longest = boundaries(position_ids.expand(rows, length))
     window = -1 if sliding_window is None else sliding_window - 1
     options: dict[str, Any] = {"scale": scaling, "window_size": (window, 0)}  # 0: no token sees a later one
-    if NAMES_GQA:
-        options["enable_gqa"] = heads != key.shape[1]
+    if heads != key.shape[1] and "enable_gqa" in _signature(varlen_attn).parameters:  # some versions of torch need it
+        options["enable_gqa"] = True
     # the tokens of all rows end to end, each with its heads
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     out: Any = varlen_attn(
