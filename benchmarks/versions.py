@@ -1,6 +1,6 @@
 """The training step of two checkouts, a few steps of the one and a few of the other in turns.
 
-    python benchmarks/versions.py FOLDER OTHER [--way course-2x4] [--turns 12] [--out results.json]
+    python benchmarks/versions.py FOLDER OTHER [--way course-2x4 --way course-8x1] [--turns 12] [--out results.json]
 
 FOLDER holds the weights of benchmarks/train.py, OTHER is the checkout this one is compared with. Each has PAIRS
 processes that train the same batches; while one trains, the others wait. A machine whose speed drifts slows down both
@@ -74,42 +74,59 @@ def turn(process: subprocess.Popen[str]) -> list[float]:
     sys.exit(f"The training ended early:\n{said[-3000:]}")
 
 
+def compare(way: str, sides: dict[str, list[subprocess.Popen[str]]], turns: int) -> dict[str, Any]:
+    """Let the processes of both sides train in turns; how fast this side is beside the other one."""
+    seconds: dict[str, list[list[float]]] = {side: [] for side in sides}
+    for number in range(turns):
+        for pair in range(PAIRS):
+            order = list(sides) if number % 2 else list(sides)[::-1]
+            for side in order:
+                process = sides[side][pair]
+                assert process.stdin is not None
+                process.stdin.write("\n")
+                process.stdin.flush()
+                seconds[side].append(turn(process))
+    pairs = list(zip(seconds["other"], seconds["this"], strict=True))
+    speeds = [other[0] / this[0] for other, this in pairs]
+    processor = [other[1] / this[1] for other, this in pairs]
+    low, middle, high = statistics.quantiles(speeds, n=4)
+    return {
+        "way": way,
+        "steps a turn": STEPS,
+        "seconds": seconds,
+        "speed, this to other": {"median": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)]},
+        "processor time, other to this": round(statistics.median(processor), 4),
+    }
+
+
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("other", type=click.Path(path_type=Path))
-@click.option("--way", default="course-2x4", help="A way of benchmarks/train.py.")
+@click.option("--way", "ways", multiple=True, default=["course-2x4"], help="A way of benchmarks/train.py; several too.")
 @click.option("--turns", default=12, help="Of each process.")
 @click.option("--out", type=click.Path(path_type=Path), help="Where the results are written, as JSON.")
 @click.option("--child", is_flag=True, hidden=True)
-def main(folder: Path, other: Path, way: str, turns: int, out: Path | None, child: bool) -> None:
-    """Compare this checkout with OTHER."""
+def main(folder: Path, other: Path, ways: tuple[str, ...], turns: int, out: Path | None, child: bool) -> None:
+    """Compare this checkout with OTHER; all processes load their models together, then one way follows the other."""
     if child:
-        return train(folder, other, way, turns)
-    sides = {"other": other.resolve(), "this": HERE}
-    processes = {(name, n): start(folder, side, way, turns) for n in range(PAIRS) for name, side in sides.items()}
-    seconds: dict[str, list[list[float]]] = {name: [] for name in sides}
-    for process in processes.values():
+        return train(folder, other, ways[0], turns)
+    checkouts = {"other": other.resolve(), "this": HERE}
+    processes: dict[str, dict[str, list[subprocess.Popen[str]]]] = {}
+    for way in ways:
+        processes[way] = {
+            side: [start(folder, checkout, way, turns) for _ in range(PAIRS)] for side, checkout in checkouts.items()
+        }
+    everyone = [process for sides in processes.values() for pair in sides.values() for process in pair]
+    for process in everyone:
         turn(process)  # loaded and warm
-    for number in range(turns):
-        for name, n in list(processes)[:: 1 if number % 2 else -1]:
-            process = processes[name, n]
-            assert process.stdin is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-            seconds[name].append(turn(process))
-    for process in processes.values():
+    found: dict[str, Any] = {"date": date.today().isoformat(), "ways": []}
+    for way, sides in processes.items():
+        found["ways"].append(compare(way, sides, turns))
+        print(json.dumps({name: value for name, value in found["ways"][-1].items() if name != "seconds"}), flush=True)
+        if out:
+            out.write_text(json.dumps(found) + "\n")
+    for process in everyone:
         process.kill()
-    pairs = list(zip(seconds["other"], seconds["this"], strict=True))
-    speed, processor = ([theirs[n] / ours[n] for theirs, ours in pairs] for n in (0, 1))
-    low, middle, high = statistics.quantiles(speed, n=4)
-    found = {
-        "date": date.today().isoformat(), "way": way, "steps a turn": STEPS, "seconds": seconds,
-        "speed, this to other": {"median": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)]},
-        "processor time, other to this": round(statistics.median(processor), 4),
-    }  # fmt: skip
-    print(json.dumps({name: value for name, value in found.items() if name != "seconds"}))
-    if out:
-        out.write_text(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -108,8 +108,8 @@ def test_a_kaggle_run_that_was_stopped_is_continued_by_the_next_version(tmp_path
         assert running.wait(timeout=300) == 0, log.read_text()[-4000:]
     again = later.root / "kaggle/working/runs/tiny"
     assert (lesson_facts(again)["resumed_from_step"], lesson_facts(again)["steps"]) == (steps, steps + 2)
-    assert [sent["status"] for sent in site.asked] == ["unfinished", "finished"]
-    assert f"Checkpoint {steps} verifies" in site.asked[0]["text"]
+    assert [sent["type"] for sent in site.asked] == ["warning", "success"]
+    assert f"Checkpoint {steps} verifies" in site.asked[0]["message"]
     assert files.stamp(again / "adapter") is not None
     assert (again / f"checkpoints/checkpoint-{steps}.json").exists()  # the chain can go on from this version alone
 
