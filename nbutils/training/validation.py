@@ -26,8 +26,7 @@ from nbutils.training.sharding import mix_in
 
 def use_token_mean(trainer: Any) -> None:
     """Let a trainer evaluate with a mean over all tokens."""
-    if not isinstance(trainer, TokenMean):
-        mix_in(trainer, TokenMean)
+    mix_in(trainer, TokenMean)
 
 
 class TokenMean:
