@@ -280,7 +280,8 @@ class LiveNumbers:
         self.shown_at = 0.0
         self.written_at = 0.0
         self.skipped = 0  # steps of float16 while it looks for its loss scale
-        self.speed = 0.0  # tokens per second at the last log
+        self.tokens = 0.0  # trained on in this session, at the last log
+        self.speed = 0.0  # tokens per second until that log
 
     def begin(self, step: int) -> None:
         """Count from now, and from this step."""
@@ -317,7 +318,8 @@ class LiveNumbers:
         """There are new numbers."""
         if "loss" not in logs:
             return
-        self.speed = logs.get("num_tokens", 0.0) / self.seconds
+        self.tokens = logs.get("num_tokens", 0.0)
+        self.speed = self.tokens / self.seconds
         pause = 1.0 if self.watched else min(max(self.seconds / 10, SHORTEST), LONGEST)
         if monotonic() - self.shown_at >= pause:
             text = tr("step {step:,} of {steps:,}", step=state.global_step, steps=state.max_steps)

@@ -140,8 +140,8 @@ def apply_settings(trainer: Any, new: StepSettings) -> None:
     """Give a trainer whose training broke off new settings; its next `train` builds all that depends on them."""
     trainer.optimizer = trainer.lr_scheduler = None  # made again and loaded from the checkpoint
     trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
-    if scaler := getattr(trainer.accelerator, "scaler", None):
-        scaler._per_optimizer_states.clear()  # it would refuse to unscale a second time
+    if trainer.accelerator.scaler:  # it would refuse to unscale a second time
+        trainer.accelerator.scaler._per_optimizer_states.clear()
     args = trainer.args
     if new.gradient_checkpointing and not args.gradient_checkpointing:  # `train` enables it in the model
         args.gradient_checkpointing_kwargs = {"use_reentrant": False}  # as TRL does where it is on from the start
