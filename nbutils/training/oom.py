@@ -144,7 +144,8 @@ def apply_settings(trainer: Any, new: StepSettings) -> None:
         trainer.accelerator.scaler._per_optimizer_states.clear()
     args = trainer.args
     if new.gradient_checkpointing and not args.gradient_checkpointing:  # `train` enables it in the model
-        args.gradient_checkpointing_kwargs = {"use_reentrant": False}  # as TRL does where it is on from the start
+        # as TRL does where it is on from the start
+        args.gradient_checkpointing_kwargs = {"use_reentrant": False} | (args.gradient_checkpointing_kwargs or {})
         trainer.model.enable_input_require_grads()  # a frozen base passes on no gradients otherwise
     for name, value in asdict(new).items():
         setattr(args, name, value)
