@@ -455,16 +455,16 @@ class CheckpointSync:
             try:
                 self._sync()
             except Exception as problem:  # whatever it is, training goes on
-                first = self.problem is None
-                self.problem = f"{type(problem).__name__}: {problem}"
-                if first:
+                why = f"{type(problem).__name__}: {problem}"
+                if self.problem is None:
                     warning = tr(
                         "[WARN] a checkpoint could not be copied to {folder}: {problem}. Training goes on; the copy is "
                         "retried.",
                         folder=self.keep,
-                        problem=self.problem,
+                        problem=why,
                     )
                     self._messages.append(warning)
+                self.problem = why
 
     def _sync(self) -> None:
         """Pack the newest folder into the run folder, prune there, copy the logs."""

@@ -120,7 +120,7 @@ def _failure(run: RunFolder) -> str:
         _, progress = watch.find_training(str(run.path))
     except CourseError:  # no training here yet
         return ""
-    if watch.state_of(progress) not in ("failed", "died"):
+    if progress.state not in ("failed", "died"):
         return ""
     return " ".join([watch.describe_state(progress), *progress.notes[-1:]])
 

@@ -281,8 +281,7 @@ def make_folder(folder: Path) -> Path:
     require_own(folder)
     try:
         for place in reversed((folder, *folder.parents)):
-            if not place.exists():
-                place.mkdir(mode=0o700, exist_ok=True)
+            place.mkdir(mode=0o700, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as probe:
             probe.write(bytes(4096))  # an empty file also fits on a full disk
     except OSError as problem:

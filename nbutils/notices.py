@@ -317,9 +317,8 @@ def _why_on(keep_on: Path, safe: bool = True) -> str:
         return tr("Not powered off: the file {file} was there.", file=keep_on)
     folders = platforms.folders(platform)
     for run, training in trainings(folders.scratch, folders.keep).items():
-        if (
-            training.is_here and training.trains and training.pid != os.getppid()
-        ):  # the parent of the watcher is the work that ended
+        is_ended = training.pid == os.getppid()  # the parent of the watcher is the work that ended
+        if training.is_here and training.state == "training" and not is_ended:
             return tr("Not powered off: run {run} is training on this machine.", run=run)
     return ""
 

@@ -42,7 +42,7 @@ SWANLAB = "swanlab>=0.10"  # earlier ones have other names for the settings
 Curve = list[tuple[int, float]]  # (step, loss)
 POINTS = TypeAdapter(list[tuple[float, float]])
 Log = Sequence[dict[str, Any]]  # of a trainer
-State = Literal["training", "finished", "stopped", "failed", "died"]  # the last one is what `watch` finds
+State = Literal["training", "finished", "stopped", "failed", "died"]  # none writes the last: `trainings` finds it
 
 
 def report_to(sft: SFT, scratch: Path) -> list[str]:
@@ -63,13 +63,12 @@ def report_to(sft: SFT, scratch: Path) -> list[str]:
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(logs / "tensorboard")
     trackers = {}  # each with how it is shown
     excepthook = sys.excepthook
+    started_here = {"wandb": _begin_wandb, "swanlab": _begin_swanlab}
     for name in names:
-        if name == "wandb":
-            trackers[name] = _begin_wandb(logs, scratch.name)
-        elif name != "swanlab":
-            trackers[name] = name
-        elif mode := _begin_swanlab(logs, scratch.name):
-            trackers[name] = mode
+        begin = started_here.get(name)
+        how = begin(logs, scratch.name) if begin else name
+        if how:
+            trackers[name] = how
     sys.excepthook = excepthook
     print(display.pad(tr("logs"), 10) + joined(trackers.values(), ";"))
     if "tensorboard" in trackers:
@@ -226,10 +225,8 @@ class Progress(BaseModel):
         return self.host == socket.gethostname()
 
     @property
-    def trains(self) -> bool:
-        """Whether its process still trains; one of another machine counts as dead once it is silent for long."""
-        if self.state != "training":
-            return False
+    def lives(self) -> bool:
+        """Whether its process is still there; one of another machine counts as dead once it is silent for long."""
         if not self.is_here:
             return self.age < SILENT
         with suppress(psutil.Error, ValueError):
@@ -249,15 +246,10 @@ class Progress(BaseModel):
             parts["tokens/s"] = f"{self.tokens_per_second:,.0f}"
         parts["peak"] = f"{self.peak_gib:.2f} GiB"
         if self.cost:
-            parts["cost"] = money(self.cost)
-        if self.left is not None and self.trains:
+            parts["cost"] = tr(" or ").join(f"{sign}{amount:.2f}" for sign, amount in self.cost.items())
+        if self.left is not None and self.state == "training":
             parts["time left"] = display.clock(self.left)
         return parts
-
-
-def money(amounts: dict[str, float]) -> str:
-    """Amounts by currency, as a person reads them."""
-    return tr(" or ").join(f"{sign}{amount:.2f}" for sign, amount in amounts.items())
 
 
 def rent(gpu: hardware.GPU | None, platform: str) -> dict[str, float]:
@@ -288,7 +280,8 @@ class LiveNumbers:
         self.shown_at = 0.0
         self.written_at = 0.0
         self.skipped = 0  # steps of float16 while it looks for its loss scale
-        self.speed = 0.0  # tokens per second at the last log
+        self.tokens = 0.0  # trained on in this session, at the last log
+        self.speed = 0.0  # tokens per second until that log
 
     def begin(self, step: int) -> None:
         """Count from now, and from this step."""
@@ -312,6 +305,7 @@ class LiveNumbers:
         self._show(
             state, tr("training · steps {first:,} to {last:,} · the first is slow", first=first, last=state.max_steps)
         )
+        self.shown_at = -LONGEST  # the first step is shown at once
 
     def on_step_end(self, state: Any, optimizer: Any) -> None:
         """A step is done."""
@@ -324,10 +318,10 @@ class LiveNumbers:
         """There are new numbers."""
         if "loss" not in logs:
             return
-        is_first = not self.speed
-        self.speed = logs.get("num_tokens", 0.0) / self.seconds
+        self.tokens = logs.get("num_tokens", 0.0)
+        self.speed = self.tokens / self.seconds
         pause = 1.0 if self.watched else min(max(self.seconds / 10, SHORTEST), LONGEST)
-        if is_first or monotonic() - self.shown_at >= pause:
+        if monotonic() - self.shown_at >= pause:
             text = tr("step {step:,} of {steps:,}", step=state.global_step, steps=state.max_steps)
             self._show(state, text)
 
@@ -411,12 +405,14 @@ class LiveNumbers:
 
 
 def trainings(*places: Path, run: str = "*") -> dict[str, Progress]:
-    """The newest progress of each run below these folders; a file that is none is left out."""
+    """The newest progress of each run below these folders, `died` without its process; a damaged file is left out."""
     seen = []
     for place in places:
         for file in place.glob(f"{run}/logs/{PROGRESS}"):
             with suppress(ValidationError):
                 progress = Progress.model_validate(read_object(file))
+                if progress.state == "training" and not progress.lives:
+                    progress.state = "died"
                 seen.append((file.parent.parent.name, progress))
     seen.sort(key=lambda training: training[1].updated)
     return dict(seen)  # of each name the last

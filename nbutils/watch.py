@@ -23,18 +23,11 @@ STATES = {
 }
 
 
-def state_of(progress: Progress) -> State:
-    """What a training wrote last; `died` if it wrote that it trains, and does not."""
-    if progress.state == "training" and not progress.trains:
-        return "died"
-    return progress.state
-
-
 def describe_state(progress: Progress) -> str:
     """The state, for people."""
     return tr(
         "{state} (step {step:,} of {steps:,}, updated {ago} ago)",
-        state=tr(STATES[state_of(progress)]),
+        state=tr(STATES[progress.state]),
         step=progress.step,
         steps=progress.steps,
         ago=display.clock(progress.age),
@@ -52,7 +45,7 @@ def find_training(name: str) -> tuple[Path, Progress]:
             tr("No training of {run} has left its progress in {folder}.", run=name or "*", folder=keep),
             todo=tr("Name a run, set NBUTILS_HOME to the folder of your runs, or start lesson 03."),
         )
-    run, progress = max(newest.items(), key=lambda training: (training[1].trains, training[1].updated))
+    run, progress = max(newest.items(), key=lambda training: (training[1].state == "training", training[1].updated))
     return keep / run, progress
 
 
@@ -73,13 +66,12 @@ def follow(name: str, once: bool = False) -> State:
     while True:
         run, progress = find_training(name)
         name = str(run)
-        state = state_of(progress)
-        if (progress, state) != shown:
+        if progress != shown:
             _show(run, progress)
-        shown = (progress, state)
-        if state != "training" or once:
-            return state
+        shown = progress
+        if progress.state != "training" or once:
+            return progress.state
         try:
             time.sleep(PAUSE)
         except KeyboardInterrupt:  # the watching ends, not the training
-            return state
+            return progress.state

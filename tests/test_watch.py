@@ -28,7 +28,7 @@ def leave(folder: Path, process: int = 0, **values: Any) -> None:
 def state_now() -> str:
     """What became of the training of the run `demo`."""
     _, progress = watch.find_training("demo")
-    return watch.state_of(progress)
+    return progress.state
 
 
 def test_only_a_training_whose_process_lives_is_training(home: Path) -> None:

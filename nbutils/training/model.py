@@ -66,7 +66,7 @@ def load_checkpoint(model: Any, checkpoint: Path) -> None:
         return
     weights = None
     if distributed.is_main():
-        weights = sharding.adapter_weights(model, checkpoint / sharding.ADAPTER)
+        weights = sharding.adapter_weights(model, checkpoint)
     sharding.load_weights(model, distributed.broadcast(weights))
 
 
@@ -116,9 +116,12 @@ def with_boundaries(collate: Callable[..., dict[str, Any]]) -> Callable[..., dic
         batch = collate(rows)
         if "position_ids" in batch:
             edges, longest = boundaries(batch["position_ids"])
-            for side in ("q", "k"):  # queries and keys
-                batch[f"cu_seq_lens_{side}"] = edges
-                batch[f"max_length_{side}"] = longest
+            batch |= {
+                "cu_seq_lens_q": edges,
+                "cu_seq_lens_k": edges,
+                "max_length_q": longest,
+                "max_length_k": longest,
+            }
         return batch
 
     return collate_with_boundaries
@@ -163,8 +166,7 @@ def _attend(
     edges = kwargs.get("cu_seq_lens_q")  # from the collator
     longest = kwargs.get("max_length_q", 0)
     if edges is None:
-        position_ids = kwargs["position_ids"]
-        edges, longest = boundaries(position_ids.expand(rows, length))
+        edges, longest = boundaries(kwargs["position_ids"].expand(rows, length))
     window = -1 if sliding_window is None else sliding_window - 1
     options: dict[str, Any] = {"scale": scaling, "window_size": (window, 0)}  # 0: no token sees a later one
     if heads != key.shape[1] and "enable_gqa" in _signature(varlen_attn).parameters:  # some versions of torch need it
@@ -227,15 +229,13 @@ def _replace_forward(part: Any, forward: Callable[..., Tensor]) -> None:
 def _is_plain(layer: Any) -> bool:
     """One plain adapter over a frozen nn.Linear or bitsandbytes 4-bit layer: what the arithmetic below covers."""
     base = layer.get_base_layer()
-    names = list(layer.lora_A)
     kind = type(base)
     four_bit = kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes")
-    if len(names) != 1 or not (kind is nn.Linear or four_bit):
+    if len(layer.lora_A) != 1 or not (kind is nn.Linear or four_bit):
         return False
-    [name] = names
+    [name] = layer.lora_A
     return (
         not any(weight.requires_grad for weight in base.parameters())
-        and isinstance(layer.lora_dropout[name], nn.Identity | nn.Dropout)
         and name not in layer.lora_variant
         and layer.lora_B[name].bias is None
     )

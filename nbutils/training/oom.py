@@ -140,17 +140,16 @@ def apply_settings(trainer: Any, new: StepSettings) -> None:
     """Give a trainer whose training broke off new settings; its next `train` builds all that depends on them."""
     trainer.optimizer = trainer.lr_scheduler = None  # made again and loaded from the checkpoint
     trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
-    if scaler := getattr(trainer.accelerator, "scaler", None):
-        scaler._per_optimizer_states.clear()  # it would refuse to unscale a second time
+    if trainer.accelerator.scaler:  # it would refuse to unscale a second time
+        trainer.accelerator.scaler._per_optimizer_states.clear()
     args = trainer.args
-    recomputes_now = new.gradient_checkpointing and not args.gradient_checkpointing
+    if new.gradient_checkpointing and not args.gradient_checkpointing:  # `train` enables it in the model
+        # as TRL does where it is on from the start
+        args.gradient_checkpointing_kwargs = {"use_reentrant": False} | (args.gradient_checkpointing_kwargs or {})
+        trainer.model.enable_input_require_grads()  # a frozen base passes on no gradients otherwise
     for name, value in asdict(new).items():
         setattr(args, name, value)
     trainer._train_batch_size = trainer.state.train_batch_size = args.train_batch_size
-    if recomputes_now:  # `train` enables it in the model
-        args.gradient_checkpointing_kwargs = {"use_reentrant": False} | (args.gradient_checkpointing_kwargs or {})
-        trainer.model.config.use_cache = False
-        trainer.model.enable_input_require_grads()  # a frozen base passes on no gradients otherwise
     if args.activation_offloading:  # always a new one: that of a broken step still holds its tensors
         context = activation_offloading.get_act_offloading_ctx_manager(trainer.model)
         trainer.maybe_activation_offload_context = context

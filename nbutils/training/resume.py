@@ -31,7 +31,6 @@ MAY_CHANGE = {
     *STEP_ARGUMENTS, "num_train_epochs", "max_steps", "save_steps", "save_total_limit", "logging_steps",
     "load_best_model_at_end", "use_liger_kernel", "optim", "report_to",
 }  # fmt: skip
-ANEW = "Started over, or at a chosen step: only what is here counts.\n"
 OOM_FILE = "memory.json"  # in the run folder: what `oom` changed
 _LOCKS: dict[Path, BaseFileLock] = {}
 
@@ -96,7 +95,7 @@ def unlock_run(scratch: Path) -> None:
 
 def _begin_anew(keep: Path) -> None:
     """From now on only the checkpoints of the run folder count, not those of earlier or attached folders."""
-    files.write_text(keep / checkpoints.BEGAN_ANEW, ANEW)
+    files.write_text(keep / checkpoints.BEGAN_ANEW, "Started over, or at a chosen step: only what is here counts.\n")
     print(tr('Set RESUME back to "auto" for the next start.'))
 
 

@@ -277,13 +277,9 @@ class TrainingResult:
         """Speed, memory and cost; all None if this session trained nothing, which keeps earlier values."""
         args = self.trainer.args
         callback = self.callback
-        tokens = 0
-        for entry in self.trainer.state.log_history:
-            if entry["step"] > callback.first_step:
-                tokens = entry.get("num_tokens", tokens)
         seconds = round(callback.earlier_seconds + callback.session_seconds, 1)
         measured = {
-            "tokens_per_second": round(tokens / callback.session_seconds, 1),
+            "tokens_per_second": round(callback.live.tokens / callback.session_seconds, 1),
             "peak_memory_gib": round(self.peak_gib, 3),
             "skipped_steps": callback.live.skipped,
             "processes": args.world_size,
@@ -292,7 +288,8 @@ class TrainingResult:
             "train_seconds": seconds,
             "cost": callback.live.cost(seconds) or None,
         }
-        return measured if tokens else dict.fromkeys(measured)
+        has_trained = self.trainer.state.global_step > callback.first_step
+        return measured if has_trained else dict.fromkeys(measured)
 
     def stamp(self) -> dict[str, Any]:
         """Identifies the weights, so that `save_adapter` writes those of one training only once."""

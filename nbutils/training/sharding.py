@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import RandomSampler
 
+from nbutils import files
 from nbutils.distributed import barrier, local_rank, rank, strategy, world_size
 from nbutils.errors import CourseError
 from nbutils.language import tr
@@ -47,9 +48,10 @@ def use_engine(trainer: Any) -> None:
 
 
 def mix_in(trainer: Any, mixin: type) -> None:
-    """Put the methods of another class before those of this trainer's own."""
+    """Put the methods of another class before those of this trainer's own, once."""
     stock = type(trainer)
-    trainer.__class__ = type(stock.__name__, (mixin, stock), {})
+    if not isinstance(trainer, mixin):
+        trainer.__class__ = type(stock.__name__, (mixin, stock), {})
 
 
 class SharedSteps:
@@ -120,8 +122,7 @@ class WholeCheckpoints(SharedSteps):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)  # type: ignore[misc]
         if resume_from_checkpoint is not None:
             folder = Path(resume_from_checkpoint)
-            weights = adapter_weights(self.model, folder / ADAPTER)
-            load_weights(self.model, weights)
+            load_weights(self.model, adapter_weights(self.model, folder))
             states = torch.load(folder / OPTIMIZER, weights_only=True, map_location="cpu")
             load_states = _load_fsdp_state if strategy() == "fsdp" else _load_zero_state
             load_states(self, states)
@@ -158,9 +159,9 @@ def _trained(model: Any) -> dict[str, Any]:
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def adapter_weights(model: Any, file: Path) -> dict[str, Any]:
+def adapter_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
     """The weights in PEFT's file, by the names they have in the model."""
-    stored = load_file(file)
+    stored = load_file(checkpoint / ADAPTER)
     return {name: stored[name.replace(".default.", ".")] for name in _trained(model)}
 
 
@@ -287,9 +288,8 @@ def convert_optimizer_file(checkpoint: Path, optimizer: str) -> None:
         if states and is_bnb != wants_bnb:
             convert = _as_bnb if wants_bnb else _as_torch
             converted = {number: convert(state) for number, state in states.items()}
-            partial = path.with_suffix(".converted")  # another machine may read the file now, on a disk that both share
-            torch.save(stored | {"state": converted}, partial)
-            partial.replace(path)
+            with files.replacement(path) as file:  # another machine may read it now, on a disk that both share
+                torch.save(stored | {"state": converted}, file)
     barrier()
 
 

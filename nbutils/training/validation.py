@@ -26,8 +26,7 @@ from nbutils.training.sharding import mix_in
 
 def use_token_mean(trainer: Any) -> None:
     """Let a trainer evaluate with a mean over all tokens."""
-    if not isinstance(trainer, TokenMean):
-        mix_in(trainer, TokenMean)
+    mix_in(trainer, TokenMean)
 
 
 class TokenMean:
@@ -84,7 +83,7 @@ def _batches(trainer: Any, lengths: list[int]) -> list[list[int]]:
         row_tokens = sum(lengths) / len(lengths)
     most_tokens = args.per_device_train_batch_size * row_tokens
     batches: list[list[int]] = []
-    tokens = math.inf
+    tokens = math.inf  # the first row begins a batch
     for row, length in enumerate(lengths):
         tokens += length
         if tokens > most_tokens:
