@@ -33,7 +33,6 @@ from nbutils.distributed.strategies import (  # noqa: F401
     STRATEGIES,
     WHOLE,
     device_map,
-    require_known_strategy,
     require_method,
     strategy,
     strategy_name,

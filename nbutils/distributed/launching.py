@@ -11,8 +11,8 @@ from pathlib import Path
 
 from nbutils.display import LIVE_LINE
 from nbutils.distributed.processes import require_gpus
-from nbutils.distributed.strategies import require_known_strategy
-from nbutils.errors import CourseError, StoppedByHand, Unfinished
+from nbutils.distributed.strategies import STRATEGIES
+from nbutils.errors import CourseError, StoppedByHand, Unfinished, require_choice
 from nbutils.files import CONFIGS
 from nbutils.hardware import Choice
 from nbutils.language import tr
@@ -67,7 +67,7 @@ def config_file(name: str) -> Path:
     Example:
         command = ["accelerate", "launch", "--config_file", str(distributed.config_file("fsdp_qlora")), "03_qlora.py"]
     """
-    require_known_strategy(name)
+    require_choice("ENGINE", name, STRATEGIES)
     return CONFIGS / "accelerate" / f"{name}.yaml"
 
 

@@ -17,12 +17,11 @@ from nbutils.language import tr
 from nbutils.models import Shape
 from nbutils.plan.forecast import Estimate, Setting, divisors, fastest_fitting
 from nbutils.plan.gpus import GPUSpec
-from nbutils.plan.memory import LOSS_HIDDEN, SLACK, TILE_TOKENS, TILE_WORDS, limit_gib
+from nbutils.plan.memory import GRADIENT, SLACK, limit_gib, loss_bytes
 from nbutils.plan.speed import ARITHMETIC, BANDWIDTH
 
 WEIGHT = 4  # bytes of a parameter
 CAST = 2  # its copy in 16 bits
-GRADIENT = 4
 ADAM = 8
 SAVED_HIDDEN = 32  # bytes for each of tokens x width that one layer keeps
 SAVED_MLP = 8  # and for each of tokens x the MLP's width
@@ -62,13 +61,12 @@ def pretraining(shape: Shape, gpu: GPUSpec, length: int, batch: int, steps: int)
 
 def memory(shape: Shape, tokens: int) -> dict[str, float]:
     """GiB by part, for micro-batches of so many tokens, without gradient checkpointing."""
-    tile = min(TILE_TOKENS, tokens) * min(TILE_WORDS, shape.vocab)
     sizes = {
         "weights": shape.params * WEIGHT + _product_weights(shape) * CAST,
         "gradients": shape.params * GRADIENT,
         "optimizer": shape.params * ADAM,
         "activations": tokens * shape.layers * _saved(shape),
-        "logits": tokens * shape.hidden * LOSS_HIDDEN + tile * WEIGHT,
+        "logits": loss_bytes(shape, tokens, WEIGHT),
         "workspace": SLACK,
     }
     return {part: size / GIB for part, size in sizes.items()}

@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbutils.errors import require_choice
 from nbutils.files import fs_root, sha256
@@ -39,13 +38,6 @@ NEARBY = (  # faster without AutoDL's proxy: ModelScope with its large files, th
     "hf-mirror.com", "modelscope.cn", "aliyuncs.com", "autodl.com", "aliyun.com", "edu.cn", "huaweicloud.com",
     "tencent.com", "tencentyun.com", "feishu.cn", "dingtalk.com", "weixin.qq.com",
 )  # fmt: skip
-
-
-class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """For requests that carry a secret: urllib would send it on to wherever an answer points."""
-
-    def redirect_request(self, *about: Any) -> None:
-        """No other address is asked: the answer counts as an error."""
 
 
 def prepare_network(platform: Platform, probe: bool = True) -> list[str]:
