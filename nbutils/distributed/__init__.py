@@ -7,6 +7,7 @@
 
 from nbutils.distributed.launching import (  # noqa: F401
     config_file,
+    divisors,
     launch,
     micro_batch_for,
     processes_for,

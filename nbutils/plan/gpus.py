@@ -68,7 +68,7 @@ class GPUSpec(Strict):
 
 def every() -> list[GPUSpec]:
     """All GPUs of `configs/gpus.yaml`."""
-    return [entry.model_copy(update={"name": name}) for name, entry in read_table("gpus.yaml", GPUSpec).items()]
+    return list(read_table("gpus.yaml", GPUSpec).values())
 
 
 def find(name: str, vram: float | None = None, tflops: float | None = None, capability: float | None = None) -> GPUSpec:

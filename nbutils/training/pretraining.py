@@ -19,7 +19,7 @@ from datasets.arrow_writer import ArrowWriter
 from pydantic import BaseModel
 from transformers.utils.logging import disable_progress_bar
 
-from nbutils import files, models
+from nbutils import distributed, files, models
 from nbutils.config import SFT, Profile
 from nbutils.data import read
 from nbutils.data.rows import RowError
@@ -27,7 +27,6 @@ from nbutils.errors import CourseError
 from nbutils.language import tr
 from nbutils.plan import gpus
 from nbutils.plan import pretraining as plan
-from nbutils.plan.forecast import divisors
 from nbutils.profiles import Resolved
 from nbutils.training.resume import run_fingerprint
 from nbutils.training.run import CourseCallback
@@ -248,7 +247,7 @@ def with_recipe(resolved: Resolved, config: Any, recipe: dict[str, Any], batch: 
     print(plan.describe(shape, forecasts))
     size = forecasts[0].per_device_train_batch_size
     if not resolved.gpu:
-        size = max(size for size in divisors(batch) if size == 1 or size * length <= CPU_TOKENS)
+        size = max(size for size in distributed.divisors(batch) if size == 1 or size * length <= CPU_TOKENS)
     chosen = {}
     for name, value in resolved.profile.sft:
         if f"sft.{name}" in resolved.set_values and value != "auto":
