@@ -174,9 +174,8 @@ def out_of_memory(problem: BaseException) -> bool:
 
     if isinstance(problem, torch.OutOfMemoryError):
         return True
-    if not isinstance(problem, RuntimeError):
-        return False
-    return re.search(r"(?s)CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", str(problem)) is not None
+    says_so = re.search(r"(?s)CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", str(problem))
+    return isinstance(problem, RuntimeError) and says_so is not None
 
 
 def free_memory() -> None:

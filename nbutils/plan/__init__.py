@@ -19,7 +19,7 @@ from nbutils.plan import gpus as gpu_table
 from nbutils.plan.forecast import RECOMPUTE_MODES, Forecast, assumed_rows, known_shape, of_profile
 from nbutils.plan.gpus import GPUSpec
 from nbutils.plan.memory import Recipe
-from nbutils.plan.recipe import LARGEST_STEP
+from nbutils.plan.recipe import LARGEST_STEP, Choices, apply
 
 RENTED = "RTX 4090"  # the usual rented GPU
 OPTIONS = {  # of the command line, which are values of a profile
@@ -143,15 +143,19 @@ def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
         gpu = gpu.model_copy(update={"count": count})
     document = read(options.get("profile") or gpu_table.profile_for(gpu))
     settings = settings_in(options.get("given", ""))
+    overrides = {key: (value, "--set") for key, value in settings.items()}
+    profile = with_overrides(document, overrides).profile
+    choices = Choices()  # not checked: a length that the profile's server would refuse may be asked for, too
     for option, key in OPTIONS.items():
         if options.get(option):
-            settings[key] = options[option]
-    if method := options.get("method"):
-        settings["quantization.load_in_4bit"] = method == "qlora"
+            choices[key] = Choice(options[option], "")
+    if options.get("epochs"):
+        choices["sft.max_steps"] = Choice(-1, "")
     if mode := options.get("checkpointing"):
         recompute, offload = RECOMPUTE_MODES[mode]
-        settings |= {"sft.gradient_checkpointing": recompute, "sft.activation_offloading": offload}
-    profile = with_overrides(document, {key: (value, "") for key, value in settings.items()}).profile
+        choices["sft.gradient_checkpointing"] = Choice(recompute, "")
+        choices["sft.activation_offloading"] = Choice(offload, "")
+    profile = apply(profile, choices)
     shape = find_shape(options.get("model") or profile.model)
     rows = assumed_rows(profile, options.get("rows"), options.get("mean_length"))
     strategy = options.get("engine") or "ddp"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from itertools import product
 from typing import Any, TypeVar
 
@@ -201,6 +200,9 @@ def of_profile(
     recipe = best_option(shape, open_recipes(settled, profile.sft, gpu, rows, strategy), gpu)
     rate = tokens_per_second(shape, recipe, gpu)
     planned = schedule(settled.sft, rows, gpu.count) if rows else None
+    hours = None
+    if planned and rate:
+        hours = planned.steps * planned.tokens_per_step / rate / 3600
     return Forecast(
         shape=shape,
         gpu=gpu,
@@ -210,7 +212,7 @@ def of_profile(
         schedule=planned,
         parts=parts(shape, recipe),
         tokens_per_second=rate,
-        hours=planned.tokens / rate / 3600 if planned and rate else None,
+        hours=hours,
     )
 
 
@@ -228,8 +230,10 @@ def assumed_rows(profile: Profile, rows: int | None, mean_length: float | None) 
 def recipe_of(facts: Mapping[str, Any]) -> Recipe:
     """The recipe that lesson 03 trained with, from its facts."""
     cards = facts["processes"]
-    recipe = _recipe_from_settings(facts["settings"], facts.get("engine") or "ddp", cards)
-    times = facts["batch"] // cards // recipe.per_device_train_batch_size
+    strategy = facts.get("engine") or "ddp"
+    recipe = _recipe_from_settings(facts["settings"], strategy, cards)
+    share = facts["batch"] // cards
+    times = share // recipe.per_device_train_batch_size
     return replace(recipe, gradient_accumulation_steps=times)
 
 
@@ -263,11 +267,18 @@ def candidates(recipe: Recipe, step_rows: int, gpu: GPUSpec, fixed: Collection[s
 def best_option(shape: Shape, recipes: Sequence[Recipe], gpu: GPUSpec) -> Recipe:
     """The recipe that `fastest_fitting` chooses for this GPU."""
 
-    def speed(recipe: Recipe) -> float:
-        assumed = recipe.per_device_train_batch_size * ASSUMED_SPEED[recipe.recompute]
-        return tokens_per_second(shape, recipe, gpu) or assumed
+    def peak(recipe: Recipe) -> float:
+        return peak_gib(shape, recipe)
 
-    return fastest_fitting(recipes, limit_gib(gpu), peak=partial(peak_gib, shape), speed=speed)
+    def speed(recipe: Recipe) -> float:
+        rate = tokens_per_second(shape, recipe, gpu)
+        if rate is not None:
+            return rate
+        rows = recipe.per_device_train_batch_size
+        return rows * ASSUMED_SPEED[recipe.recompute]
+
+    limit = limit_gib(gpu)
+    return fastest_fitting(recipes, limit, peak, speed)
 
 
 def fastest_fitting(

@@ -40,7 +40,7 @@ class Price(NamedTuple):
 
     def times(self, factor: float | None) -> Price:
         """So many times this price; what is not free is unknown where the factor is."""
-        return Price(*(price and factor and price * factor for price in self))
+        return Price(*(price and factor and price * factor for price in self))  # 0 and None stay what they are
 
 
 class GPUSpec(Strict):
