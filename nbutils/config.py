@@ -365,10 +365,13 @@ def with_overrides(document: Document, overrides: Overrides) -> Document:
 
 
 def read_table(name: str, model: type[Entry]) -> dict[str, Entry]:
-    """A file of `configs` with one block for each entry."""
+    """A file of `configs` with one block for each entry, which is told its name."""
     file = files.CONFIGS / name
     tree, _ = _read_yaml(file)
-    return {entry: _validate(block, model, f"{file}: {entry}") for entry, block in tree.items()}
+    entries = {}
+    for entry, block in tree.items():
+        entries[entry] = _validate(block, model, f"{file}: {entry}").model_copy(update={"name": entry})
+    return entries
 
 
 def settings_in(text: str) -> dict[str, Any]:

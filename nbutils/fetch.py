@@ -56,7 +56,7 @@ def _use_model_cache() -> tuple[Platform, Folders]:
 
 
 def _prepare_network(platform: Platform, probe: bool) -> None:
-    for line in platforms.prepare_network(platform, probe):
+    if line := platforms.prepare_network(platform, probe):
         print(line, flush=True)
 
 

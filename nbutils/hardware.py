@@ -92,15 +92,15 @@ def gpu() -> GPU | None:
 
 def driver_gpus() -> list[str]:
     """The names of all GPUs the driver lists, also those torch cannot use; empty where there is no driver."""
-    lines = ask_driver("-L").splitlines()  # "GPU 0: Tesla T4 (UUID: ...)"
-    return [line.split(": ")[1].removesuffix(" (UUID") for line in lines if line.startswith("GPU ")]
+    return ask_driver("--query-gpu=name", "--format=csv,noheader").splitlines()
 
 
 def ask_driver(*words: str) -> str:
-    """What nvidia-smi says; empty where there is none, or where it does not answer."""
+    """What nvidia-smi says; empty where there is none, or where it fails or does not answer."""
+    command = ["nvidia-smi", *words]
     try:
-        return subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, timeout=5, input="").stdout
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=5, input="").stdout
+    except (OSError, subprocess.SubprocessError):
         return ""
 
 
@@ -174,9 +174,8 @@ def out_of_memory(problem: BaseException) -> bool:
 
     if isinstance(problem, torch.OutOfMemoryError):
         return True
-    if not isinstance(problem, RuntimeError):
-        return False
-    return re.search(r"(?s)CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", str(problem)) is not None
+    says_so = re.search(r"(?s)CUDA.*out of memory|CUBLAS_STATUS_ALLOC_FAILED", str(problem))
+    return isinstance(problem, RuntimeError) and says_so is not None
 
 
 def free_memory() -> None:

@@ -191,7 +191,11 @@ def _run_pip(required: list[str], pinned: dict[str, str], wheels: Path | None) -
 
 def attached_wheels() -> Path | None:
     """The folder of wheels that NBUTILS_SOURCE is in, or an attached one, if it is exactly what its list says."""
-    markers = _wheel_markers()
+    markers = platforms.find_inputs(platforms.folders(platforms.detect()).inputs, MARKER)
+    source = Path(os.environ.get("NBUTILS_SOURCE", ""))
+    beside = source.parent / MARKER
+    if source.suffix == ".whl" and beside.exists():
+        markers = [beside]
     if not markers:
         return None
     if len(markers) > 1:
@@ -218,15 +222,6 @@ def attached_wheels() -> Path | None:
             ),
         )
     return folder
-
-
-def _wheel_markers() -> list[Path]:
-    """The lists of the folders of wheels that are here."""
-    source = Path(os.environ.get("NBUTILS_SOURCE", ""))
-    beside = source.parent / MARKER
-    if source.suffix == ".whl" and beside.exists():
-        return [beside]
-    return platforms.find_inputs(platforms.folders(platforms.detect()).inputs, MARKER)
 
 
 def _wheel_problems(folder: Path) -> list[str]:

@@ -363,7 +363,7 @@ def find_machine(parameters: RunParameters, test_gpu: bool = True) -> Machine:
     print(tr("platform  {name} ({evidence})", name=platform.name, evidence=tr(platform.evidence)))
     # without a GPU, `auto` takes the bundled model: no hub is needed
     is_bundled = parameters.profile in ("auto", "tiny") and not parameters.model
-    for line in platforms.prepare_network(platform, probe=gpu is not None or not is_bundled):
+    if line := platforms.prepare_network(platform, probe=gpu is not None or not is_bundled):
         print(line)
     if platform.name == "colab":
         print(tr("drive     {status}", status=platforms.mount_drive()))

@@ -106,8 +106,7 @@ class KnownModel(Shape):
 
 def known_models() -> dict[str, KnownModel]:
     """The models of `configs/models.yaml` by short name."""
-    table = read_table("models.yaml", KnownModel)
-    return {name: model.model_copy(update={"name": name}) for name, model in table.items()}
+    return read_table("models.yaml", KnownModel)
 
 
 def course_model(name: str) -> KnownModel | None:

@@ -356,33 +356,33 @@ ALL = {"hub": 0.0, "hf_mirror": 0.0, "modelscope": 0.0}
 )
 def test_in_china_the_best_measured_is_taken_once_for_all_processes(web: Web, delays: dict, expected: str) -> None:
     sites = web(**delays)
-    [line] = network.prepare_network(AUTODL)
+    line = network.prepare_network(AUTODL)
     assert line.startswith(f"network   models come from {expected}, ") and network.chosen() == expected
     mirrored = expected == "hf-mirror"
     assert os.environ.get("HF_ENDPOINT") == (sites["hf-mirror"].url if mirrored else None)
     assert os.environ.get("HF_HUB_DISABLE_XET") == ("1" if mirrored else None)
     again = network.prepare_network(AUTODL)  # as in a child process, which inherits the variables
-    assert network.chosen() == expected and again == []
+    assert network.chosen() == expected and again == ""
     assert all(len(site.asked) == 1 for site in sites.values())
 
 
 def test_elsewhere_the_mirrors_are_asked_only_if_the_hub_is_silent(web: Web, monkeypatch: Patch) -> None:
     sites = web(hub=0.1, hf_mirror=0.0, modelscope=0.0)
-    assert network.prepare_network(AUTODL, probe=False) == [] and not sites["hub"].asked, "nothing is needed"
-    assert network.prepare_network(LOCAL) == [] and network.chosen() == "hub"
+    assert network.prepare_network(AUTODL, probe=False) == "" and not sites["hub"].asked, "nothing is needed"
+    assert network.prepare_network(LOCAL) == "" and network.chosen() == "hub"
     assert [len(site.asked) for site in sites.values()] == [1, 0, 0]
     monkeypatch.delenv(network.FOUND)
     web(hub=5.0, hf_mirror=0.3, modelscope=0.0)
-    assert "models come from modelscope" in network.prepare_network(LOCAL)[0]
+    assert "models come from modelscope" in network.prepare_network(LOCAL)
     assert os.environ["HF_ENDPOINT"] == network.SOURCES["hf-mirror"], "which serves what ModelScope does not"
 
 
 def test_a_lesson_asks_again_after_silence(web: Web) -> None:
     sites = web(hub=(0.0, 503), hf_mirror=(0.0, 503), modelscope=(0.0, 503))
-    assert network.prepare_network(AUTODL) == [SILENCE] and not network.hub_online()
+    assert network.prepare_network(AUTODL) == SILENCE and not network.hub_online()
     assert len(sites["hub"].asked) == 1, "and not within a lesson"
     sites["hub"].status = 200
-    assert "models come from hub" in network.prepare_network(AUTODL)[0] and network.hub_online()
+    assert "models come from hub" in network.prepare_network(AUTODL) and network.hub_online()
 
 
 @pytest.mark.parametrize("name", ["hub", "hf-mirror", "modelscope"])
@@ -390,7 +390,7 @@ def test_the_learners_mirror_is_taken_unmeasured(web: Web, monkeypatch: Patch, n
     sites = web(**ALL)
     monkeypatch.setenv("NBUTILS_MIRROR", name)
     for _ in range(2):
-        assert network.prepare_network(AUTODL) == []
+        assert network.prepare_network(AUTODL) == ""
     assert network.chosen() == name and not any(site.asked for site in sites.values())
     assert os.environ.get("HF_ENDPOINT") == (sites[name].url if name == "hf-mirror" else None)
     monkeypatch.setenv("NBUTILS_MIRROR", "hfmirror")
@@ -399,7 +399,7 @@ def test_the_learners_mirror_is_taken_unmeasured(web: Web, monkeypatch: Patch, n
     monkeypatch.delenv("NBUTILS_MIRROR")
     monkeypatch.delenv(network.FOUND)
     monkeypatch.setenv("HF_ENDPOINT", "http://models.example")
-    assert network.prepare_network(AUTODL) == [] and network.chosen() == ""
+    assert network.prepare_network(AUTODL) == "" and network.chosen() == ""
     assert network.sources() == {"HF_ENDPOINT": "http://models.example"}
 
 
@@ -422,7 +422,7 @@ def test_offline_means_not_one_connection_and_a_dead_network_costs_seconds(tmp_p
         for name in ("getaddrinfo", "create_connection"):
             there.setattr(socket, name, Mock(side_effect=AssertionError("a connection was tried")))
         said = platforms.prepare_network(platforms.detect())
-        assert "offline, as HF_HUB_OFFLINE says" in said[-1] and not platforms.hub_online()
+        assert "offline, as HF_HUB_OFFLINE says" in said and not platforms.hub_online()
 
     def lost(*_: object, **__: object) -> None:
         time.sleep(3)  # a name lookup that nobody answers knows no timeout
@@ -434,9 +434,7 @@ def test_offline_means_not_one_connection_and_a_dead_network_costs_seconds(tmp_p
     monkeypatch.setattr(socket, "getaddrinfo", lost)
     monkeypatch.setattr(network, "SECONDS", 0.6)
     began = time.monotonic()
-    assert network.prepare_network(KAGGLE) == [
-        "network   neither the hub nor a mirror answers: models come from folders and the cache"
-    ]
+    assert network.prepare_network(KAGGLE) == SILENCE
     assert network.hub_online() is False and time.monotonic() - began < 2
 
 

@@ -7,6 +7,7 @@
 
 from nbutils.distributed.launching import (  # noqa: F401
     config_file,
+    divisors,
     launch,
     micro_batch_for,
     processes_for,
@@ -33,7 +34,6 @@ from nbutils.distributed.strategies import (  # noqa: F401
     STRATEGIES,
     WHOLE,
     device_map,
-    require_known_strategy,
     require_method,
     strategy,
     strategy_name,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from nbutils.display import LIVE_LINE
 from nbutils.distributed.processes import require_gpus
-from nbutils.distributed.strategies import require_known_strategy
-from nbutils.errors import CourseError, StoppedByHand, Unfinished
+from nbutils.distributed.strategies import STRATEGIES
+from nbutils.errors import CourseError, StoppedByHand, Unfinished, require_choice
 from nbutils.files import CONFIGS
 from nbutils.hardware import Choice
 from nbutils.language import tr
@@ -40,11 +40,15 @@ def require_shares(batch: int, processes: int) -> None:
         )
 
 
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, in rising order."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
 def micro_batch_for(batch: int, micro_batch: int, processes: int) -> int:
     """The largest micro-batch up to `micro_batch` with which all processes together take `batch` rows in a step."""
     require_shares(batch, processes)
-    share = batch // processes
-    return max(size for size in range(1, min(micro_batch, share) + 1) if share % size == 0)
+    return max(size for size in divisors(batch // processes) if size <= micro_batch)
 
 
 def processes_for(gpus: int, processes: int = 0) -> Choice:
@@ -67,7 +71,7 @@ def config_file(name: str) -> Path:
     Example:
         command = ["accelerate", "launch", "--config_file", str(distributed.config_file("fsdp_qlora")), "03_qlora.py"]
     """
-    require_known_strategy(name)
+    require_choice("ENGINE", name, STRATEGIES)
     return CONFIGS / "accelerate" / f"{name}.yaml"
 
 

@@ -12,9 +12,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from nbutils import files
 from nbutils.config import flat
 from nbutils.errors import CourseError
-from nbutils.files import CHUNK
 from nbutils.language import tr
 
 PATIENCE = timedelta(hours=2)  # while the main process downloads a model or prepares data
@@ -215,7 +215,7 @@ def send_folder(folder: Path) -> None:
     """Copy a folder of the main process to every machine on which it is not there, or not the same."""
     if not _several_machines():
         return
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    sizes = files.sizes(folder)
     wanted = broadcast(sizes)
     receives = local_rank() == 0 and sizes != wanted
     if receives:
@@ -229,7 +229,7 @@ def _send_file(file: Path, receives: bool) -> None:
     """The main process reads a file, and those that receive write it; the others only listen."""
     if is_main():
         with open(file, "rb") as source:
-            while broadcast(source.read(CHUNK)):
+            while broadcast(source.read(files.CHUNK)):
                 pass
         return
     if receives:

@@ -35,13 +35,9 @@ def _deepspeed_plugin() -> Any:
     return DeepSpeedPlugin()  # from the launcher's environment
 
 
-def require_known_strategy(name: str) -> None:
-    """Refuse a strategy that has no file in configs/accelerate."""
-    require_choice("ENGINE", name, STRATEGIES)
-
-
 def require_method(name: str, method: str) -> None:
-    """Refuse a strategy, called as its file, that is not for this method."""
+    """Refuse a strategy that has no file in configs/accelerate, or whose file is not for this method."""
+    require_choice("ENGINE", name, STRATEGIES)
     needed = STRATEGIES[name]
     if needed in ("", method):
         return

@@ -5,12 +5,11 @@ What cannot be known stays None, and a note says what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from nbutils import distributed
 from nbutils.config import SFT, Profile, flat
@@ -39,12 +38,7 @@ MERGE_DISK_FACTOR = 1.1  # a merged model needs a tenth more disk than its weigh
 MERGE_RAM_GIB = 2.0  # Python, torch and the blocks of a merge, which never holds a whole weight
 
 
-class Setting(NamedTuple):
-    """A candidate to choose from: a recipe or the like, its peak in GiB and its speed."""
-
-    value: Any
-    peak: float
-    speed: float  # in any unit
+Option = TypeVar("Option")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +200,9 @@ def of_profile(
     recipe = best_option(shape, open_recipes(settled, profile.sft, gpu, rows, strategy), gpu)
     rate = tokens_per_second(shape, recipe, gpu)
     planned = schedule(settled.sft, rows, gpu.count) if rows else None
+    hours = None
+    if planned and rate:
+        hours = planned.steps * planned.tokens_per_step / rate / 3600
     return Forecast(
         shape=shape,
         gpu=gpu,
@@ -215,7 +212,7 @@ def of_profile(
         schedule=planned,
         parts=parts(shape, recipe),
         tokens_per_second=rate,
-        hours=planned.tokens / rate / 3600 if planned and rate else None,
+        hours=hours,
     )
 
 
@@ -233,20 +230,18 @@ def assumed_rows(profile: Profile, rows: int | None, mean_length: float | None) 
 def recipe_of(facts: Mapping[str, Any]) -> Recipe:
     """The recipe that lesson 03 trained with, from its facts."""
     cards = facts["processes"]
-    recipe = _recipe_from_settings(facts["settings"])
-    return replace(
-        recipe,
-        gradient_accumulation_steps=facts["batch"] // cards // recipe.per_device_train_batch_size,
-        engine=facts.get("engine") or "ddp",
-        cards=cards,
-    )
+    strategy = facts.get("engine") or "ddp"
+    recipe = _recipe_from_settings(facts["settings"], strategy, cards)
+    share = facts["batch"] // cards
+    times = share // recipe.per_device_train_batch_size
+    return replace(recipe, gradient_accumulation_steps=times)
 
 
-def _recipe_from_settings(settings: Mapping[str, Any]) -> Recipe:
+def _recipe_from_settings(settings: Mapping[str, Any], strategy: str, cards: int) -> Recipe:
     """The recipe in settings by dotted name: a field of Recipe is called as the last part of its setting."""
     by_last_part = {name.rpartition(".")[2]: value for name, value in settings.items()}
     values = {field.name: by_last_part[field.name] for field in fields(Recipe) if field.name in by_last_part}
-    return Recipe(length=settings["sft.max_length"], **values)
+    return Recipe(length=settings["sft.max_length"], engine=strategy, cards=cards, **values)
 
 
 def candidates(recipe: Recipe, step_rows: int, gpu: GPUSpec, fixed: Collection[str] = ()) -> list[Recipe]:
@@ -254,7 +249,7 @@ def candidates(recipe: Recipe, step_rows: int, gpu: GPUSpec, fixed: Collection[s
     distributed.require_shares(step_rows, gpu.count)
     rows = step_rows // gpu.count
     recipes = []
-    for size, (recompute, offload) in product(divisors(rows), RECOMPUTE_MODES.values()):
+    for size, (recompute, offload) in product(distributed.divisors(rows), RECOMPUTE_MODES.values()):
         option = replace(
             recipe,
             per_device_train_batch_size=size,
@@ -269,36 +264,36 @@ def candidates(recipe: Recipe, step_rows: int, gpu: GPUSpec, fixed: Collection[s
     return recipes
 
 
-def divisors(number: int) -> list[int]:
-    """All divisors of a number, in rising order."""
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
 def best_option(shape: Shape, recipes: Sequence[Recipe], gpu: GPUSpec) -> Recipe:
     """The recipe that `fastest_fitting` chooses for this GPU."""
-    settings = []
-    for recipe in recipes:
-        assumed = recipe.per_device_train_batch_size * ASSUMED_SPEED[recipe.recompute]
-        speed = tokens_per_second(shape, recipe, gpu) or assumed
-        settings.append(Setting(recipe, peak_gib(shape, recipe), speed))
-    best: Recipe = fastest_fitting(settings, limit_gib(gpu))
-    return best
+
+    def peak(recipe: Recipe) -> float:
+        return peak_gib(shape, recipe)
+
+    def speed(recipe: Recipe) -> float:
+        rate = tokens_per_second(shape, recipe, gpu)
+        if rate is not None:
+            return rate
+        rows = recipe.per_device_train_batch_size
+        return rows * ASSUMED_SPEED[recipe.recompute]
+
+    limit = limit_gib(gpu)
+    return fastest_fitting(recipes, limit, peak, speed)
 
 
-def fastest_fitting(settings: Sequence[Setting], limit: float) -> Any:
+def fastest_fitting(
+    options: Sequence[Option],
+    limit: float,
+    peak: Callable[[Option], float],
+    speed: Callable[[Option], float],
+) -> Option:
     """The fastest within a limit in GiB; of nearly equal ones, and if nothing fits, that with the lowest peak."""
-    fitting = [setting for setting in settings if setting.peak <= limit]
-    fastest = max(
-        (setting.speed for setting in fitting),
-        default=0.0,
-    )
-    fast_enough = NEARLY_FASTEST * fastest
-    fast = [setting for setting in fitting if setting.speed >= fast_enough]
-    best = min(
-        fast or settings,
-        key=attrgetter("peak"),
-    )
-    return best.value
+    fitting = [option for option in options if peak(option) <= limit]
+    if not fitting:
+        return min(options, key=peak)
+    fast_enough = NEARLY_FASTEST * max(map(speed, fitting))
+    fast = [option for option in fitting if speed(option) >= fast_enough]
+    return min(fast, key=peak)
 
 
 def open_recipes(profile: Profile, as_written: SFT, gpu: GPUSpec, rows: Rows | None, strategy: str) -> list[Recipe]:
@@ -312,8 +307,7 @@ def open_recipes(profile: Profile, as_written: SFT, gpu: GPUSpec, rows: Rows | N
     settings = flat(profile.model_dump(warnings=False))
     settings |= {name: value for name, value in by_gpu.items() if settings[name] == "auto"}
     settings["method"] = distributed.STRATEGIES[strategy] or settings["method"]
-    recipe = _recipe_from_settings(settings)
-    recipe = replace(recipe, engine=strategy, cards=gpu.count)
+    recipe = _recipe_from_settings(settings, strategy, gpu.count)
     if rows and not recipe.packing:
         recipe = replace(recipe, length=round(rows.mean), spread=rows.spread)
     fixed = [name for name in STEP_ARGUMENTS if as_written[name] != "auto"]

@@ -40,7 +40,7 @@ class Price(NamedTuple):
 
     def times(self, factor: float | None) -> Price:
         """So many times this price; what is not free is unknown where the factor is."""
-        return Price(*(price and factor and price * factor for price in self))
+        return Price(*(price and factor and price * factor for price in self))  # 0 and None stay what they are
 
 
 class GPUSpec(Strict):
@@ -68,7 +68,7 @@ class GPUSpec(Strict):
 
 def every() -> list[GPUSpec]:
     """All GPUs of `configs/gpus.yaml`."""
-    return [entry.model_copy(update={"name": name}) for name, entry in read_table("gpus.yaml", GPUSpec).items()]
+    return list(read_table("gpus.yaml", GPUSpec).values())
 
 
 def find(name: str, vram: float | None = None, tflops: float | None = None, capability: float | None = None) -> GPUSpec:

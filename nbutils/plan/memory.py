@@ -196,13 +196,17 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
     if recipe.activation_offloading:
         kept = min(OFFLOAD_STASH, shape.layers) * layer_input
     sizes["activations"] = kept + backward
-    tile = min(TILE_TOKENS, tokens) * min(TILE_WORDS, shape.vocab)
-    logits = tokens * shape.hidden * LOSS_HIDDEN + tile * number_bytes
-    sizes["logits"] = max(0.0, logits - backward)  # before a layer is at work
+    sizes["logits"] = max(0.0, loss_bytes(shape, tokens, number_bytes) - backward)  # before a layer is at work
     sizes["workspace"] = SLACK
     if recipe.attn_implementation == "sdpa":  # rows are laid end to end: one long one
         sizes["workspace"] += MASK * tokens**2
     return {part: size / GIB for part, size in sizes.items()}
+
+
+def loss_bytes(shape: Shape, tokens: int, number_bytes: int) -> float:
+    """Bytes of the loss and its gradient; the logits of one tile are there at a time."""
+    tile = min(TILE_TOKENS, tokens) * min(TILE_WORDS, shape.vocab)
+    return tokens * shape.hidden * LOSS_HIDDEN + tile * number_bytes
 
 
 def _saved(shape: Shape, recipe: Recipe) -> float:

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-from nbutils import display
+from nbutils import display, distributed
 from nbutils.files import GIB
 from nbutils.language import tr
 from nbutils.models import Shape
-from nbutils.plan.forecast import Estimate, Setting, divisors, fastest_fitting
+from nbutils.plan.forecast import Estimate, fastest_fitting
 from nbutils.plan.gpus import GPUSpec
-from nbutils.plan.memory import LOSS_HIDDEN, SLACK, TILE_TOKENS, TILE_WORDS, limit_gib
+from nbutils.plan.memory import GRADIENT, SLACK, limit_gib, loss_bytes
 from nbutils.plan.speed import ARITHMETIC, BANDWIDTH
 
 WEIGHT = 4  # bytes of a parameter
 CAST = 2  # its copy in 16 bits
-GRADIENT = 4
 ADAM = 8
 SAVED_HIDDEN = 32  # bytes for each of tokens x width that one layer keeps
 SAVED_MLP = 8  # and for each of tokens x the MLP's width
@@ -43,8 +43,8 @@ class Pretraining(Estimate):
 
 def pretraining(shape: Shape, gpu: GPUSpec, length: int, batch: int, steps: int) -> Pretraining:
     """The fastest micro-batch that fits, of those that divide the batch; without one the smallest."""
-    settings = []
-    for size in divisors(batch):
+    options = []
+    for size in distributed.divisors(batch):
         seconds = step_seconds(shape, gpu, length, size, times=batch // size)
         rate = batch * length / seconds if seconds else None
         option = Pretraining(
@@ -55,20 +55,22 @@ def pretraining(shape: Shape, gpu: GPUSpec, length: int, batch: int, steps: int)
             tokens_per_second=rate,
             hours=steps * seconds / 3600 if seconds else None,
         )
-        settings.append(Setting(option, option.peak_gib, rate or 0.0))
-    best: Pretraining = fastest_fitting(settings, limit_gib(gpu))
-    return best
+        options.append(option)
+
+    def speed(option: Pretraining) -> float:
+        return option.tokens_per_second or 0.0
+
+    return fastest_fitting(options, limit_gib(gpu), peak=attrgetter("peak_gib"), speed=speed)
 
 
 def memory(shape: Shape, tokens: int) -> dict[str, float]:
     """GiB by part, for micro-batches of so many tokens, without gradient checkpointing."""
-    tile = min(TILE_TOKENS, tokens) * min(TILE_WORDS, shape.vocab)
     sizes = {
         "weights": shape.params * WEIGHT + _product_weights(shape) * CAST,
         "gradients": shape.params * GRADIENT,
         "optimizer": shape.params * ADAM,
         "activations": tokens * shape.layers * _saved(shape),
-        "logits": tokens * shape.hidden * LOSS_HIDDEN + tile * WEIGHT,
+        "logits": loss_bytes(shape, tokens, WEIGHT),
         "workspace": SLACK,
     }
     return {part: size / GIB for part, size in sizes.items()}

@@ -76,11 +76,6 @@ class Schedule:
     epochs: float
     learning_rate: float
 
-    @property
-    def tokens(self) -> float:
-        """Of the whole training."""
-        return self.steps * self.tokens_per_step
-
     def __str__(self) -> str:
         return tr(
             "{steps:,} steps of {examples_per_step:,.0f} conversations ({tokens_per_step:,.0f} tokens), {epochs:.3g} "

@@ -56,10 +56,12 @@ def tokens_per_second(shape: Shape, recipe: Recipe, gpu: GPUSpec) -> float | Non
         return None
     recipe = replace(recipe, spread=0.0)  # the usual micro-batch, not the rare one
     tokens = recipe.tokens
-    reached = ALONE if gpu.bandwidth is None else ARITHMETIC
-    seconds = tokens * _flops_per_token(shape, recipe) / (reached * gpu.tflops * 1e12)
-    if gpu.bandwidth is not None:
-        seconds += _moved_bytes(shape, recipe) / (BANDWIDTH * gpu.bandwidth * 1e9)
+    at_peak = tokens * _flops_per_token(shape, recipe) / (gpu.tflops * 1e12)
+    if gpu.bandwidth is None:
+        seconds = at_peak / ALONE
+    else:
+        moving = _moved_bytes(shape, recipe) / (BANDWIDTH * gpu.bandwidth * 1e9)
+        seconds = at_peak / ARITHMETIC + moving
     if recipe.activation_offloading:
         travel = 2 * shape.layers * tokens * shape.hidden * recipe.number_bytes
         seconds = max(seconds * OFFLOAD, travel / RAM_LINK)

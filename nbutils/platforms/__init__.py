@@ -40,6 +40,7 @@ MANUALLY = "from google.colab import drive; drive.mount('/content/drive', force_
 class Entry(Strict):
     """One platform of `configs/platforms.yaml`, which explains the keys."""
 
+    name: str = ""
     proof: list[str]
     work: str
     scratch: str
@@ -62,16 +63,20 @@ def table() -> dict[str, Entry]:
 
 @dataclass(frozen=True)
 class Platform:
-    """A platform's name, the evidence for it, and whether nobody is watching (`batch`)."""
+    """A platform's name and the evidence for it."""
 
     name: str
     evidence: str
-    batch: bool = False
 
     @property
     def entry(self) -> Entry:
         """What is known about it."""
         return table()[self.name]
+
+    @property
+    def batch(self) -> bool:
+        """Whether nobody is watching: Kaggle runs a saved version."""
+        return self.name == "kaggle" and os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
 
 
 def detect() -> Platform:
@@ -82,16 +87,11 @@ def detect() -> Platform:
     """
     if name := os.environ.get("NBUTILS_PLATFORM"):
         require_choice("NBUTILS_PLATFORM", name, table())
-        return _platform(name, "NBUTILS_PLATFORM is set")
+        return Platform(name, "NBUTILS_PLATFORM is set")
     for name, entry in table().items():
         if proofs := [proof for proof in entry.proof if _is_present(proof)]:
-            return _platform(name, ", ".join(proofs))
-    return _platform("local", "nothing of a known platform is here")
-
-
-def _platform(name: str, evidence: str) -> Platform:
-    batch = name == "kaggle" and os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
-    return Platform(name, evidence, batch)
+            return Platform(name, ", ".join(proofs))
+    return Platform("local", "nothing of a known platform is here")
 
 
 def _is_present(proof: str) -> bool:
@@ -252,14 +252,13 @@ def folders(platform: Platform) -> Folders:
     if home:
         lasting = {home: tr("NBUTILS_HOME names it")}
     keep = next(iter(lasting), work / "runs")
-    earlier = dict.fromkeys([*known, work / "runs"])
-    earlier.pop(keep, None)
+    others = [place for place in (*known, work / "runs") if place != keep]
     return Folders(
         work,
         scratch=root / entry.scratch[1:],
         keep=keep,
         inputs=root / entry.inputs[1:] if entry.inputs else None,
-        earlier=tuple(earlier),
+        earlier=tuple(dict.fromkeys(others)),
         lasting=bool(lasting),
         remark=lasting.get(keep) or tr("nothing that lasts can be written here"),
     )
@@ -331,13 +330,8 @@ def is_mount(path: Path) -> bool:
 def mount_point_of(path: Path) -> Path | None:
     """The mount a path lies on; None if that is the root disk. `is_mount` tells later whether it is still there."""
     path = path.absolute()
-    root = fs_root()
-    for place in (path, *path.parents):
-        if place in (root, *root.parents):
-            return None
-        if is_mount(place):
-            return place
-    return None
+    below_root = [place for place in (path, *path.parents) if fs_root() in place.parents]
+    return next(filter(is_mount, below_root), None)
 
 
 def drive_mounted() -> bool:

@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbutils.errors import require_choice
 from nbutils.files import fs_root, sha256
 from nbutils.language import tr
-from nbutils.masking import mask_secrets
 
 if TYPE_CHECKING:
     from nbutils.platforms import Platform
@@ -41,27 +39,20 @@ NEARBY = (  # faster without AutoDL's proxy: ModelScope with its large files, th
 )  # fmt: skip
 
 
-class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """For requests that carry a secret: urllib would send it on to wherever an answer points."""
-
-    def redirect_request(self, *about: Any) -> None:
-        """No other address is asked: the answer counts as an error."""
-
-
-def prepare_network(platform: Platform, probe: bool = True) -> list[str]:
-    """Set the mirror before huggingface_hub is imported; what to print. Nothing is measured without `probe`."""
+def prepare_network(platform: Platform, probe: bool = True) -> str:
+    """Set the mirror before huggingface_hub is imported; a line to print, or none. Without `probe` nobody is asked."""
     _pass_proxies()
-    lines = []
     mirror = os.environ.get("NBUTILS_MIRROR")
     if mirror:
         require_choice("NBUTILS_MIRROR", mirror, SOURCES)
+    line = ""
     if offline():
-        lines.append(tr("offline, as HF_HUB_OFFLINE says: models come from folders and the cache"))
+        line = tr("offline, as HF_HUB_OFFLINE says: models come from folders and the cache")
     elif mirror and not _own_endpoint():
         _use(mirror)
     elif probe and not _own_endpoint() and chosen() in ("", NOTHING):
-        lines += _choose(platform)
-    return [mask_secrets(tr("network   {line}", line=line)) for line in lines]
+        line = _choose(platform)
+    return line and tr("network   {line}", line=line)
 
 
 def sources() -> dict[str, str]:
@@ -182,22 +173,22 @@ def measure(urls: Mapping[str, str], seconds: float) -> dict[str, float]:
     return dict(times)
 
 
-def _choose(platform: Platform) -> list[str]:
-    """Measure, and take the fastest."""
+def _choose(platform: Platform) -> str:
+    """Measure, and take the fastest; what to say of it."""
     if platform.entry.china:
         times = measure(SOURCES, SECONDS)
     else:  # the mirrors are far: asked only if the hub is silent
         times = measure({"hub": SOURCES["hub"]}, SECONDS / 2) or measure(SOURCES, SECONDS / 2)
     if not times:
         _use(NOTHING)
-        return [tr("neither the hub nor a mirror answers: models come from folders and the cache")]
+        return tr("neither the hub nor a mirror answers: models come from folders and the cache")
     name = min(times, key=times.__getitem__)
     only_mirrors = "hf-mirror" in times and "hub" not in times
     _use("hf-mirror" if only_mirrors else name)  # for what ModelScope does not have
     os.environ[FOUND] = name
     if name == "hub" and not platform.entry.china:
-        return []
-    return [tr("models come from {source}, which answers best (NBUTILS_MIRROR overrides)", source=name)]
+        return ""
+    return tr("models come from {source}, which answers best (NBUTILS_MIRROR overrides)", source=name)
 
 
 def _use(name: str) -> None:

@@ -17,7 +17,7 @@ from nbutils import distributed, files, hardware
 from nbutils.checkpoints import step_of
 from nbutils.errors import CourseError
 from nbutils.language import tr
-from nbutils.plan.forecast import STEP_ARGUMENTS, divisors
+from nbutils.plan.forecast import STEP_ARGUMENTS
 from nbutils.training import sharding
 from nbutils.training.resume import OOM_FILE
 
@@ -35,7 +35,7 @@ class StepSettings:
         """The next settings that need less memory; `offload` says whether activations may go to the CPU."""
         size = self.per_device_train_batch_size
         if size > 1:
-            rows = divisors(size)[-2]  # at most half as many
+            rows = distributed.divisors(size)[-2]  # at most half as many
             times = size * self.gradient_accumulation_steps // rows
             return replace(self, per_device_train_batch_size=rows, gradient_accumulation_steps=times)
         if not self.gradient_checkpointing:
