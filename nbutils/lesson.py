@@ -404,8 +404,11 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
     run = _find_run(parameters, folders, resolved.name)
     resolved = replace(resolved, set_values=_settings_of_run(parameters, run))
     make_folder(run.path)
-    if distributed.is_main():
-        _record_beginning(run, resolved, parameters, folders, by_auto)
+    has_checkpoint = any(map(_has_checkpoint, checkpoints.stores(folders, run.name)))
+    # a training that has begun keeps what it began with: lesson 03 may refuse what is set today
+    goes_on = has_checkpoint and parameters.resume != "never" and run.facts.exists()
+    if distributed.is_main() and not goes_on:
+        record.note_beginning(run.facts, _chosen(resolved) | {"set": resolved.set_values}, by_auto)
     return run, resolved
 
 
@@ -460,20 +463,6 @@ def _overrides(parameters: RunParameters, run: RunFolder) -> Overrides:
         if steps:
             values[f"sft.{name}"] = (steps, tr("parameter {name}", name=name.upper()))
     return values
-
-
-def _record_beginning(
-    run: RunFolder,
-    resolved: Resolved,
-    parameters: RunParameters,
-    folders: Folders,
-    by_auto: bool,
-) -> None:
-    """Note what a run begins with."""
-    has_checkpoint = any(map(_has_checkpoint, checkpoints.stores(folders, run.name)))
-    if has_checkpoint and parameters.resume != "never" and run.facts.exists():
-        return  # a training that has begun keeps what it began with: lesson 03 may refuse what is set today
-    record.note_beginning(run.facts, _chosen(resolved) | {"set": resolved.set_values}, by_auto)
 
 
 def _chosen(resolved: Resolved) -> Facts:
