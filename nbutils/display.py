@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partialmethod
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -216,7 +215,8 @@ def calm_bars() -> None:
     import tqdm.std
 
     class CalmBar(tqdm.std.tqdm):
-        __init__ = partialmethod(tqdm.std.tqdm.__init__, mininterval=15, maxinterval=15, delay=0.5)  # type: ignore[assignment]
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **{"mininterval": 15, "maxinterval": 15, "delay": 0.5, **settings})
 
     tqdm.auto.tqdm = CalmBar  # type: ignore[assignment]  # before transformers and datasets look it up
 
