@@ -77,6 +77,7 @@ def texts_in_data() -> set[str]:
         display,
         distributed,
         hardware,
+        notices,
         parity,
         plan,
         platforms,
@@ -107,7 +108,7 @@ def texts_in_data() -> set[str]:
         texts |= {*made, *(one.name for summands in made.values() for one in summands)}
     texts -= {"", "GPU", "GiB", "tokens/s", "logits"}  # those are the same in Chinese
     texts |= {*get_args(data_texts.Kind), *data_texts.TODOS.values(), *build.LANGUAGES}
-    texts |= {build.BUNDLED, "rows", *watch.STATES.values()}
+    texts |= {build.BUNDLED, "rows", *watch.STATES.values(), *notices.TITLES.values()}
     texts |= {"mean", "longest", "over", "what", "value", "why", "question", "expected", "before", "after"}
     texts |= {"symptom", "cause", "todo"}
     texts |= {"loss", "validation", "peak", "cost", "time left"}  # the numbers of a training

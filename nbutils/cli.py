@@ -39,12 +39,10 @@ class CourseGroup(click.Group):
             return super().invoke(context)
         except BrokenPipeError:  # whoever read it, as `head` or a pager, has ended: click ends quietly
             raise
-        except CourseError as error:
-            failure = error
-        except OSError as error:
-            failure = CourseError(str(error), todo="")
-        print(f"\n[FAIL] {failure}", file=sys.stderr)
-        sys.exit(1)
+        except (CourseError, OSError) as error:
+            failure = error if isinstance(error, CourseError) else CourseError(str(error))
+            print(f"\n[FAIL] {failure}", file=sys.stderr)
+            sys.exit(1)
 
 
 def _print_json(value: Any) -> None:

@@ -52,7 +52,7 @@ Runs = dict[str, Run]  # by name
 def load_run(run: RunFolder) -> Run:
     """What a run folder says."""
     facts = record.load_facts(run.facts)
-    trained = facts.lessons.trained.model_dump(exclude_unset=True)
+    trained = facts.trained.model_dump(exclude_unset=True)
     settings = trained.get("settings", {})
     if settings:
         data = str(trained.get("data_fingerprint"))[:12]
@@ -61,7 +61,7 @@ def load_run(run: RunFolder) -> Run:
         model=facts.model,
         settings=settings,
         trained=trained,
-        evaluation=facts.lessons.merged.evaluation,
+        evaluation=facts.evaluation,
         history=read_history(run.logs / "history.json"),
     )
 

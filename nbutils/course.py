@@ -48,7 +48,6 @@ def run_lessons(stems: Sequence[str], parameters: dict[str, str]) -> RunFolder:
         of_the_run = lesson.RunParameters.model_validate(parameters)
         machine = lesson.find_machine(of_the_run)
         folder, resolved = lesson.open_run(of_the_run, machine)
-        work.set_lesson(stems[0], folder)
         print(tr("profile {name}, run {folder}", name=resolved.name, folder=folder.path), flush=True)
         for number, stem in enumerate(stems, 1):
             print(f"[{number}/{len(stems)}] {stem}", flush=True)
@@ -61,20 +60,15 @@ def run_lessons(stems: Sequence[str], parameters: dict[str, str]) -> RunFolder:
                     if not received:
                         raise
             if received:
-                raise _stopped(stem, by_hand=received[0] == signal.SIGINT)
+                kind = StoppedByHand if received[0] == signal.SIGINT else Unfinished
+                raise kind(
+                    tr("This run was asked to end, and stops after lesson {lesson}.", lesson=stem),
+                    todo=tr("Give the same command again. What is done is not repeated."),
+                )
             if stem == "03_qlora":
                 lesson.require_trained(folder)
     work.ended("finished", record.summary(folder))
     return folder
-
-
-def _stopped(stem: str, by_hand: bool) -> CourseError:
-    """The error that ends a run which was asked to end."""
-    kind = StoppedByHand if by_hand else Unfinished
-    return kind(
-        tr("This run was asked to end, and stops after lesson {lesson}.", lesson=stem),
-        todo=tr("Give the same command again. What is done is not repeated."),
-    )
 
 
 def execute(stem: str, output: Path, values: Facts) -> None:

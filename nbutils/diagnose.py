@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,9 +19,8 @@ import yaml
 
 from nbutils import display, record, watch
 from nbutils.errors import CourseError
-from nbutils.files import read_object
 from nbutils.language import tr
-from nbutils.record import Count, Evaluation, Recorded, RunFolder, TrainingFacts
+from nbutils.record import CheckedRows, Evaluation, RunFolder, TrainingFacts
 from nbutils.tracking import Curve, best_of, loss_history, read_history, validation_history
 
 MOST_READ = 2**28  # bytes of a log; a device has no end
@@ -70,16 +70,9 @@ def _finding(seen: str, entry: Entry) -> Finding:
     return Finding(seen, tr(entry["cause"]), tr(entry["todo"]))
 
 
-class CheckedRows(Recorded):
-    """What is read of data_card.json."""
-
-    rows: Count = 0
-    rejected: Count = 0
-
-
 @dataclass(frozen=True)
 class Trained:
-    """What a run's folder says of its training: curves, facts of lesson 03, evaluation of lesson 04, data card."""
+    """What a run's folder says of its training: curves, counted rows, facts of lesson 03, evaluation of lesson 04."""
 
     train: Curve
     validation: Curve
@@ -91,20 +84,17 @@ class Trained:
     @classmethod
     def of(cls, run: RunFolder) -> Trained:
         """Read what there is in a run folder."""
-        card = run.data / "data_card.json"
-        with record.reading(card):
-            rows = CheckedRows.model_validate(read_object(card))
-        failure = _failure(run)
+        facts = record.load_facts(run.facts)
+        failure = _failure(run.path)
         if failure:  # its curves, facts and evaluation were not written: those that are here are of an earlier stop
-            return cls([], [], rows=rows, failure=failure)
-        lessons = record.load_facts(run.facts).lessons
+            return cls([], [], rows=facts.checked, failure=failure)
         log = read_history(run.logs / "history.json")
         return cls(
             loss_history(log),
             validation_history(log),
-            facts=lessons.trained,
-            evaluation=lessons.merged.evaluation,
-            rows=rows,
+            facts=facts.trained,
+            evaluation=facts.evaluation,
+            rows=facts.checked,
         )
 
     @property
@@ -114,21 +104,17 @@ class Trained:
         return fmean(losses[:3]), fmean(losses[-3:])
 
 
-def _failure(run: RunFolder) -> str:
-    """How the newest training of a run failed or died; empty if it did not."""
-    try:
-        _, progress = watch.find_training(str(run.path))
-    except CourseError:  # no training here yet
-        return ""
-    if progress.state not in ("failed", "died"):
-        return ""
-    return " ".join([watch.describe_state(progress), *progress.notes[-1:]])
+def _failure(run: Path) -> str:
+    """How the newest training in a run folder failed or died; empty if it did not."""
+    with suppress(CourseError):  # no training here yet
+        _, progress = watch.find_training(str(run))
+        if progress.state in ("failed", "died"):
+            return " ".join([watch.describe_state(progress), *progress.notes[-1:]])
+    return ""
 
 
 def _in_the_loss(run: Trained) -> Faults:
-    """The training loss is not a number, rises, or hardly moves."""
-    if seen := _not_a_number(run):
-        yield "not_a_number", seen
+    """The training loss rises, or hardly moves."""
     first, last = run.ends
     fall = tr("the training loss went from {first:.3g} to {last:.3g}", first=first, last=last)
     if last > RISEN * first:
@@ -137,18 +123,17 @@ def _in_the_loss(run: Trained) -> Faults:
         yield "flat", fall
 
 
-def _not_a_number(run: Trained) -> str:
+def _not_a_number(run: Trained) -> Faults:
     """The loss is NaN or infinite: the log ends before the training did, or float16 skipped many steps."""
     steps = run.facts.steps
-    interval = run.facts.settings.get("sft.logging_steps")
-    if run.train and isinstance(interval, int):
-        last, _ = run.train[-1]
-        if steps - last > 2 * interval:  # a loss that is not a number is not written
-            return tr("the loss is not a number from step {step} on", step=last + 1)
     skipped = run.facts.skipped_steps or 0
-    if skipped > LARGE_SHARE * steps:
-        return tr("{count} of {steps} steps were skipped: float16 overflowed", count=skipped, steps=steps)
-    return ""
+    interval = run.facts.settings.get("sft.logging_steps", steps)
+    last = run.train[-1][0] if run.train else steps
+    if steps - last > 2 * interval:  # a loss that is not a number is not written
+        yield "not_a_number", tr("the loss is not a number from step {step} on", step=last + 1)
+    elif skipped > LARGE_SHARE * steps:
+        seen = tr("{count} of {steps} steps were skipped: float16 overflowed", count=skipped, steps=steps)
+        yield "not_a_number", seen
 
 
 def _in_the_validation(run: Trained) -> Faults:
@@ -204,7 +189,7 @@ def examine(run: Trained) -> dict[str, Finding]:
     Example: diagnose.examine(diagnose.Trained.of(lesson.run))
     """
     findings = {}
-    for look in (_in_the_loss, _in_the_validation, _in_the_training, _in_the_merged_model):
+    for look in (_not_a_number, _in_the_loss, _in_the_validation, _in_the_training, _in_the_merged_model):
         for name, seen in look(run):
             findings[name] = _finding(seen, symptoms()["runs"][name])
     return findings

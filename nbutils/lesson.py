@@ -177,11 +177,8 @@ class Lesson(Machine):
         for result in measured:
             entry |= result.facts()
         entry |= facts
-        top = {  # beside the entries of the lessons
+        top = _chosen(self.resolved) | {  # beside the entries of the lessons
             "platform": asdict(self.platform),
-            "profile": self.resolved.name,
-            "profile_source": self.resolved.source,
-            "model": self.model_name,
             "card": asdict(self.gpu) if self.gpu else None,
             "versions": record.versions(),
         }
@@ -189,7 +186,8 @@ class Lesson(Machine):
         if self.stem == "03_qlora":  # what the adapter was made with
             top["set"] = self.resolved.set_values
             entry["settings"] = flat(self.profile.model_dump())
-            if entry.get("train_seconds") or self.run.merge_is_outdated:
+            other_merged = self.run.merged.is_dir() and not self.run.has("04_merge")
+            if entry.get("train_seconds") or other_merged:
                 outdated = LESSONS_ABOUT_ADAPTER
         all_facts = record.update(self.run.facts, top, self.stem, entry, outdated)
         record.write_report(self.run.report, self.run.name, all_facts)
@@ -220,7 +218,7 @@ def _require_gpu(model: str) -> None:
 
 def require_trained(run: RunFolder) -> None:
     """Refuse an adapter whose training is unfinished, or was on other rows than the run has now."""
-    trained = record.load_facts(run.facts).lessons.trained
+    trained = record.load_facts(run.facts).trained
     if not trained.ended:
         raise Unfinished(
             tr(
@@ -305,7 +303,10 @@ def collect(stem: str, namespace: Facts) -> Facts:
     if platforms.in_kernel():
         names.update(_set_by_papermill(namespace.get("In", [])))
     elif namespace.get("__name__") == "__main__":
-        namespace.update(_command_line(types))
+        parser = argparse.ArgumentParser(allow_abbrev=False, description="Parameters of this lesson.")
+        for name, kind in types.items():
+            parser.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=kind.__name__)
+        namespace.update(vars(parser.parse_args()))
     values = check({name: namespace[name] for name in names if name in namespace}, types)
     namespace.update(values)
     return values
@@ -316,14 +317,6 @@ def _set_by_papermill(cells: Iterable[str]) -> Iterator[str]:
     for cell in cells:
         if cell.lstrip().startswith("# Parameters"):
             yield from re.findall(r"^(?!PAPERMILL_)(\w+) =", cell, re.MULTILINE)
-
-
-def _command_line(types: ParameterTypes) -> Facts:
-    """The parameters on the command line of a lesson."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, description="Parameters of this lesson.")
-    for name, kind in types.items():
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, metavar=kind.__name__)
-    return vars(parser.parse_args())
 
 
 def declared_in(source: Path) -> dict[str, type]:
@@ -389,10 +382,13 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
     folders = machine.folders
     make_folder(folders.keep)
     make_folder(folders.scratch)
-    by_auto = parameters.profile == "auto" and not parameters.model and not parameters.run_name
-    if by_auto and machine.gpu:  # the learner named nothing
+    leaves_open = parameters.profile == "auto" and not parameters.model
+    by_auto = leaves_open and not parameters.run_name
+    if by_auto and machine.gpu:
         parameters = parameters.model_copy(update={"run_name": unfinished_run(folders.keep)})
-    beginning = _beginning(parameters, folders)
+    beginning = RunFacts()
+    if leaves_open and parameters.run_name:
+        beginning = record.load_facts(_find_run(parameters, folders, profile="").facts)
     resolved = profiles.resolve(
         beginning.profile_source or parameters.profile,
         beginning.model or parameters.model,
@@ -408,24 +404,24 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
     run = _find_run(parameters, folders, resolved.name)
     resolved = replace(resolved, set_values=_settings_of_run(parameters, run))
     make_folder(run.path)
-    if distributed.is_main():
-        _record_beginning(run, resolved, parameters, folders, by_auto)
+    has_checkpoint = any(map(_has_checkpoint, checkpoints.stores(folders, run.name)))
+    # a training that has begun keeps what it began with: lesson 03 may refuse what is set today
+    goes_on = has_checkpoint and parameters.resume != "never" and run.facts.exists()
+    if distributed.is_main() and not goes_on:
+        record.note_beginning(run.facts, _chosen(resolved) | {"set": resolved.set_values}, by_auto)
     return run, resolved
 
 
 def _find_run(parameters: RunParameters, folders: Folders, profile: str) -> RunFolder:
-    """The run folder for a profile, with what earlier sessions left of this run elsewhere."""
-    run = RunFolder(folders.keep / _run_name(parameters, profile))
+    """The run folder: RUN_NAME, or profile and model if one is named; with what earlier sessions left elsewhere."""
+    name = parameters.run_name
+    if not name:
+        names = dict.fromkeys(Path(text).name for text in (profile, parameters.model) if text)
+        plain = re.sub(r"[^\w.-]+", "-", "-".join(names))
+        name = plain.strip("-._") or "run"
+    run = RunFolder(folders.keep / name)
     _adopt_earlier(run, folders, parameters)
     return run
-
-
-def _beginning(parameters: RunParameters, folders: Folders) -> RunFacts:
-    """What the run named RUN_NAME began with, where neither a profile nor a model is named; else nothing."""
-    if parameters.profile != "auto" or parameters.model or not parameters.run_name:
-        return RunFacts()
-    run = _find_run(parameters, folders, profile="")
-    return record.load_facts(run.facts)
 
 
 def unfinished_run(keep: Path) -> str:
@@ -433,10 +429,8 @@ def unfinished_run(keep: Path) -> str:
     for run in record.runs(keep).values():
         with suppress(CourseError):  # a run with an invalid facts.json is passed over
             facts = record.load_facts(run.facts)
-            trained = facts.lessons.trained
-            finished = trained.planned_steps and trained.ended
-            has_checkpoint = any(run.checkpoints.glob("checkpoint-*.json"))
-            if facts.by_auto and facts.profile != "tiny" and has_checkpoint and not finished:
+            finished = facts.trained.planned_steps and facts.trained.ended
+            if facts.by_auto and facts.profile != "tiny" and not finished and _has_checkpoint(run.checkpoints):
                 print(
                     tr(
                         "run {run} was begun here and is not finished: it goes on. PROFILE or RUN_NAME begins another.",
@@ -447,13 +441,8 @@ def unfinished_run(keep: Path) -> str:
     return ""
 
 
-def _run_name(parameters: RunParameters, profile: str) -> str:
-    """RUN_NAME; if it is empty, the profile, and the model if one is named."""
-    if parameters.run_name:
-        return parameters.run_name
-    names = dict.fromkeys(Path(text).name for text in (profile, parameters.model) if text)
-    name = "-".join(names)
-    return re.sub(r"[^\w.-]+", "-", name).strip("-._") or "run"
+def _has_checkpoint(store: Path) -> bool:
+    return any(store.glob("checkpoint-*.json"))
 
 
 def _settings_of_run(parameters: RunParameters, run: RunFolder) -> Facts:
@@ -476,25 +465,9 @@ def _overrides(parameters: RunParameters, run: RunFolder) -> Overrides:
     return values
 
 
-def _record_beginning(
-    run: RunFolder,
-    resolved: Resolved,
-    parameters: RunParameters,
-    folders: Folders,
-    by_auto: bool,
-) -> None:
-    """Note what a run begins with."""
-    stores = checkpoints.stores(folders, run.name)
-    has_checkpoint = any(any(store.glob("checkpoint-*.json")) for store in stores)
-    if has_checkpoint and parameters.resume != "never" and run.facts.exists():
-        return  # a training that has begun keeps what it began with: lesson 03 may refuse what is set today
-    top = {
-        "profile": resolved.name,
-        "profile_source": resolved.source,
-        "model": resolved.model_name,
-        "set": resolved.set_values,
-    }
-    record.note_beginning(run.facts, top, by_auto)
+def _chosen(resolved: Resolved) -> Facts:
+    """Profile and model as facts.json has them."""
+    return {"profile": resolved.name, "profile_source": resolved.source, "model": resolved.model_name}
 
 
 def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) -> None:

@@ -49,6 +49,11 @@ KEEP_ON = "keep_on"  # the file that cancels it
 WATCH = "from nbutils import notices; notices.run_watcher()"  # the program of the watcher
 Status = Literal["finished", "unfinished", "failed"]
 KINDS = {"finished": "success", "unfinished": "warning", "failed": "failure"}  # as apprise calls them
+TITLES = {
+    "finished": "nbutils: run {name} has finished",
+    "unfinished": "nbutils: run {name} has stopped before its end",
+    "failed": "nbutils: run {name} has failed",
+}
 
 NATIVE = {  # addresses as the apps show them, where apprise does not know them, and what it calls them
     r"https://open\.feishu\.cn/open-apis/bot/v2/hook/([\w-]+)/?": r"feishu://\1",
@@ -123,11 +128,10 @@ class Work:
 
     def _write(self, **end: str) -> None:
         """Tell the watcher how things are."""
-        work = {"lesson": self.lesson, "run": self.run}
-        if self.watcher and self.watcher.stdin:
+        if self.watcher:
+            line = json.dumps({"lesson": self.lesson, "run": self.run, **end})
             with suppress(BrokenPipeError):  # somebody killed it
-                self.watcher.stdin.write(json.dumps(work | end) + "\n")
-                self.watcher.stdin.flush()
+                print(line, file=self.watcher.stdin, flush=True)
 
     def set_lesson(self, lesson: str, run: RunFolder) -> None:
         """Note which lesson is under way, and its run."""
@@ -149,11 +153,9 @@ class Work:
         """Have the watcher send a notice and power the machine off, as the environment asks, and print what it does."""
         if not self.watcher:
             self.watch()  # it had told of an end, and the learner went on
-        if not self.watcher or not self.watcher.stdin:
+        if not self.watcher:
             return
         self._write(status=status, message=message)
-        with suppress(BrokenPipeError):
-            self.watcher.stdin.close()  # which says that this was all
         try:
             for line in self.watcher.stdout or ():
                 print(line, end="", flush=True)
@@ -203,7 +205,7 @@ def _before_cell(info: object) -> None:
 
 def _after_cell(result: Any) -> None:
     """Tell the error of a cell, if nobody watches or it came after minutes."""
-    problem = result and (result.error_in_exec or result.error_before_exec)
+    problem = result.error_in_exec or result.error_before_exec
     seconds = time.monotonic() - _underway.cell_began
     if problem and not (display.watched() and seconds < LONG_CELL):
         _underway.failed(problem)
@@ -236,7 +238,10 @@ def run_watcher() -> None:
     killed = tr("its process was killed. Often the machine's memory (RAM) was full.")
     work = {"lesson": "", "run": "", "status": "failed", "message": killed}
     for line in sys.stdin:
-        work |= json.loads(line)
+        told = json.loads(line)
+        work |= told
+        if "status" in told:  # the end, after which nothing more is said
+            break
     with suppress(CourseError):  # its own business is a notice
         platforms.prepare_network(platforms.detect(), probe=False)
     run = RunFolder(Path(work["run"])) if work["run"] else None
@@ -267,8 +272,9 @@ def tell(lesson: str, run: RunFolder | None, status: Status, message: str) -> No
         lines.append(stays_on or todo)
         print(*filter(None, lines), sep="\n", flush=True)
     if _asks_for(NOTICE):
+        title = tr(TITLES[status], name=run.name if run else lesson)
         try:
-            service = send(_title(status, run.name if run else lesson), "\n".join(filter(None, lines)), KINDS[status])
+            service = send(title, "\n".join(filter(None, lines)), KINDS[status])
             print(tr("Notice sent to {service}.", service=service), flush=True)
         except CourseError as problem:
             print(f"[WARN] {problem.seen}", flush=True)
@@ -290,16 +296,6 @@ def _newest_checkpoint(run: RunFolder) -> tuple[str, bool | None]:
         text = tr("The newest checkpoint in {folder} does not verify: {problem}.", folder=folder, problem=problem)
         return text, False
     return tr("Checkpoint {step} verifies, in {folder}.", step=kept[0].step, folder=folder), True
-
-
-def _title(status: Status, name: str) -> str:
-    """The title of a notice."""
-    titles = {
-        "finished": tr("nbutils: run {name} has finished", name=name),
-        "unfinished": tr("nbutils: run {name} has stopped before its end", name=name),
-        "failed": tr("nbutils: run {name} has failed", name=name),
-    }
-    return titles[status]
 
 
 def _why_on(keep_on: Path, safe: bool = True) -> str:

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from nbutils import display, former_names
 from nbutils.errors import CourseError
@@ -47,6 +47,13 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 class Recorded(BaseModel, strict=True, extra="allow"):
     """A part of facts.json: the fields are those that are read again, with their types."""
+
+
+class CheckedRows(Recorded):
+    """What lesson 02 counted."""
+
+    rows: Count = 0
+    rejected: Count = 0
 
 
 class TrainingFacts(Recorded):
@@ -94,29 +101,18 @@ class Evaluation(Recorded):
     general: GeneralKnowledge = GeneralKnowledge()
 
 
-class MergeFacts(Recorded):
-    """The facts of lesson 04."""
-
-    evaluation: Evaluation = Evaluation()
-
-
-class Lessons(Recorded):
-    """The facts of each lesson."""
-
-    __pydantic_extra__: dict[str, Facts]
-    trained: TrainingFacts = Field(TrainingFacts(), alias="03_qlora")
-    merged: MergeFacts = Field(MergeFacts(), alias="04_merge")
-
-
 class RunFacts(Recorded):
-    """The whole of facts.json."""
+    """The whole of facts.json; the last three are read from `lessons`."""
 
     model: str = ""
     profile: str = ""
     profile_source: str = ""
     by_auto: bool = False
     set: Facts = {}
-    lessons: Lessons = Lessons.model_validate({})
+    lessons: dict[str, Facts] = {}
+    checked: CheckedRows = Field(CheckedRows(), validation_alias=AliasPath("lessons", "02_data_prep"))
+    trained: TrainingFacts = Field(TrainingFacts(), validation_alias=AliasPath("lessons", "03_qlora"))
+    evaluation: Evaluation = Field(Evaluation(), validation_alias=AliasPath("lessons", "04_merge", "evaluation"))
 
 
 class RunFolder:
@@ -142,11 +138,6 @@ class RunFolder:
         if place and Path(place).parent.is_dir():
             return Path(place)
         return self.path / "merged"
-
-    @property
-    def merge_is_outdated(self) -> bool:
-        """Whether the merged model is of an earlier adapter."""
-        return self.merged.is_dir() and not self.has("04_merge")
 
     def has(self, stem: str) -> bool:
         """Whether that lesson's result is here and complete; a merge of an earlier adapter does not count."""
@@ -238,7 +229,7 @@ def complete(trained: Facts) -> bool:
     return bool(trained.get("steps", 0) >= trained.get("planned_steps", 0))
 
 
-def outcome(verdict: str, general: str = "") -> str:
+def outcome(verdict: str, general: str) -> str:
     """Whether the tuning helped, and what became of general knowledge, in a few words."""
     words = [tr(verdict)]
     if general:
@@ -249,7 +240,7 @@ def outcome(verdict: str, general: str = "") -> str:
 def summary(run: RunFolder) -> str:
     """Where everything of a run is, and whether the tuning helped."""
     lines = [tr("results      {folder}: report.md, facts.json, notebooks", folder=run.path)]
-    evaluation = load_facts(run.facts).lessons.merged.evaluation
+    evaluation = load_facts(run.facts).evaluation
     if evaluation.verdict:
         verdict = outcome(evaluation.verdict, evaluation.general.verdict)
         page = run.path / "evaluation" / "report.html"

@@ -14,9 +14,9 @@ import pytest
 from support import ESCAPES, python, refused, steers
 
 from nbutils import cli, diagnose, display, record
-from nbutils.diagnose import CheckedRows, Trained
+from nbutils.diagnose import Trained
 from nbutils.files import TINY_MODEL, read_json
-from nbutils.record import Evaluation, Interval, RunFolder, Score, TrainingFacts
+from nbutils.record import CheckedRows, Evaluation, Interval, RunFolder, Score, TrainingFacts
 from nbutils.tracking import Progress
 
 CURVES = read_json(display.CURVES)

@@ -235,14 +235,14 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from nbutils import merging
-from nbutils.merging import folder, merge
+from nbutils.merging import merge
 def kill(*arguments):
     os.kill(os.getpid(), signal.SIGKILL)
 write = merge.write_shard
 def killed_at_third(file, *arguments):
     kill() if "model-00003" in str(file) else write(file, *arguments)
 base, adapter, *outs = map(Path, sys.argv[1:])
-for place, name, step in ((merge, "write_shard", killed_at_third), (folder, "copy_companions", kill)):
+for place, name, step in ((merge, "write_shard", killed_at_third), (merge, "copy_companions", kill)):
     out = outs.pop(0)
     if not (child := os.fork()):
         setattr(place, name, step)

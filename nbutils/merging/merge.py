@@ -19,15 +19,21 @@ from typing import Any
 from nbutils import disk, files, platforms
 from nbutils.errors import CourseError, require_choice
 from nbutils.language import tr
-from nbutils.merging import folder as model_folder
 from nbutils.merging.folder import (
+    ADAPTER_CONFIG,
     ALL,
     FLOATS,
+    INDEX,
     MIN_ROWS,
+    QUANTIZED_SUFFIX,
+    SINGLE,
     ModelFolder,
     StoredTensor,
+    copy_companions,
+    model_name,
     open_adapter,
     open_base,
+    weights_fingerprint,
 )
 from nbutils.merging.weights import Factors, WeightPlan, compute_rows, plan_weights, read_factors, unties_head
 from nbutils.record import RunFolder
@@ -102,8 +108,8 @@ def merge_adapter(
     plans = plan_weights(model, trained, dtype, four_bit)
     about: dict[str, Any] = {  # the same on every machine
         "base": model.name,
-        "base_mark": model_folder.weights_fingerprint(model),
-        "adapter": files.stamp(trained.path) or model_folder.weights_fingerprint(trained),
+        "base_mark": weights_fingerprint(model),
+        "adapter": files.stamp(trained.path) or weights_fingerprint(trained),
         "dtype": dtype,
         "onto": onto,
     }
@@ -124,7 +130,7 @@ def merge_adapter(
     )
     if files.stamp(out) == about:
         return replace(report, reused=True)
-    is_adapter = (out / model_folder.ADAPTER_CONFIG).exists()  # the last name on a command line, OUT was forgotten
+    is_adapter = (out / ADAPTER_CONFIG).exists()  # the last name on a command line, OUT was forgotten
     if is_adapter or (not replace_other and (out / files.STAMP).exists()):
         raise CourseError(
             tr("{folder} holds another model, or an adapter.", folder=out),
@@ -149,8 +155,8 @@ def _open_both(base: str | Path, adapter: Path) -> tuple[ModelFolder, ModelFolde
 
 def _bare_name(base: str | Path) -> str:
     """The name without owner and quantization."""
-    name = Path(model_folder.model_name(base)).name
-    return model_folder.QUANTIZED_SUFFIX.sub("", name).lower()
+    name = Path(model_name(base)).name
+    return QUANTIZED_SUFFIX.sub("", name).lower()
 
 
 def check(base: str | Path, adapter: Path, onto: str, method: str) -> None:
@@ -164,7 +170,7 @@ def check(base: str | Path, adapter: Path, onto: str, method: str) -> None:
 
 def size_gib(base: str | Path, adapter: Path, dtype: str = "auto") -> float:
     """GiB of disk that the merged model will take, with a little to spare."""
-    plans = plan_weights(open_base(base), open_adapter(adapter), dtype)
+    plans = plan_weights(*_open_both(base, adapter), dtype)
     size = sum(plan.size for plan in plans.values())
     return size * SPARE / files.GIB + 0.05
 
@@ -209,13 +215,13 @@ def _write_model(
         for shard in shards:
             part = {name: plan for name, plan in plans.items() if plan.shard == shard}
             write_shard(folder / shard, part, report.device, bar)
-        model_folder.copy_companions(folder, model, adapter, report.dtype, report.untied)
-        if shards != [model_folder.SINGLE]:
+        copy_companions(folder, model, adapter, report.dtype, report.untied)
+        if shards != [SINGLE]:
             index = {
                 "metadata": {"total_size": report.bytes},
                 "weight_map": {name: plan.shard for name, plan in plans.items()},
             }
-            files.write_json(folder / model_folder.INDEX, index)
+            files.write_json(folder / INDEX, index)
     return replace(report, seconds=time.perf_counter() - started)
 
 
@@ -287,7 +293,7 @@ def prove(base: str | Path, adapter: Path, folder: Path, *, onto: str = "full") 
     """Compute some rows of every weight again: it finds a forgotten layer, another adapter, a changed file."""
     merged = open_base(folder)
     four_bit = FOUR_BIT if onto == "dequantized" else None
-    plans = plan_weights(open_base(base), open_adapter(adapter), merged.dtype, four_bit)
+    plans = plan_weights(*_open_both(base, adapter), merged.dtype, four_bit)
     compared = {name: plan for name, plan in plans.items() if not plan.dequantized}  # those are computed whole
     different = sorted(plans.keys() ^ merged.weights.keys())
     different = different or [name for name, plan in compared.items() if not _rows_agree(plan, merged.weights[name])]
