@@ -7,6 +7,7 @@ Lesson 04 measures the models, lesson 05 the server; both store the likeliest to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,11 +64,8 @@ def fixed_set(evaluator: Evaluator) -> FixedSet:
             example = source.renderer.encode(row)
             answer_start = max(1, example.shared[-1])  # the first token of a text has nothing to be predicted from
             text = list(example.ids[: answer_start + MEASURED_TOKENS])
-            measured = len(text) - answer_start
-            text = text[-longest:]
-            measured = min(measured, len(text) - 1)
-            fixed.texts.append(text)
-            fixed.measured.append(measured)
+            fixed.texts.append(text[-longest:])
+            fixed.measured.append(len(text) - answer_start)
     return fixed
 
 
@@ -214,19 +212,15 @@ def load_predictions(run: Path, merged: Path) -> PredictionStore:
     from safetensors import SafetensorError, safe_open
 
     parity_file = run / FOLDER / "parity.json"
-    valid = False
-    try:
+    with suppress(OSError, ValueError, SafetensorError):
         store = PredictionStore(run, StoredParity.model_validate(files.read_json(parity_file)))
         for file in store.folder.glob("*.safetensors"):
             with safe_open(file, "pt") as tensors:
                 if tensors.metadata()["mark"] == store.stored.mark:  # others are of an earlier merge
                     tokens = tensors.get_tensor("tokens").long()
                     store.forms[file.stem] = Predictions(tensors.get_tensor("logs"), tokens)
-        valid = "merged" in store.forms and store.stored.about == files.stamp(merged)
-    except (OSError, ValueError, SafetensorError):
-        pass
-    if valid:
-        return store
+        if "merged" in store.forms and store.stored.about == files.stamp(merged):
+            return store
     raise CourseError(
         tr("No predictions of {merged} are stored in {file}.", merged=merged, file=parity_file),
         todo=tr("Run lesson 04."),

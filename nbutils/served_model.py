@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,9 +155,8 @@ def measure_server(client: OpenAI, model_name: str, fixed: parity.FixedSet) -> p
         )
         positions = []
         for tokens in completion.choices[0].prompt_logprobs[-fixed.measured[number] :]:
-            ranked = [(value["logprob"], int(token)) for token, value in tokens.items()]
-            ranked.sort(reverse=True)
-            positions.append(ranked[:SERVER_TOKENS])
+            pairs = [(value["logprob"], int(token)) for token, value in tokens.items()]
+            positions.append(nlargest(SERVER_TOKENS, pairs))
         return positions
 
     numbers = range(len(fixed.texts))

@@ -10,11 +10,9 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from nbutils.chat import Renderer, find_stop_ids, rows_think, training_format
 from nbutils.data import stored_rows
@@ -53,7 +51,7 @@ class Result:
 
     def mean(self, score: str) -> float:
         """The mean of a score."""
-        return float(np.average(self.scores[score], weights=self.weights(score)))
+        return self.estimate(score).mean
 
     def weights(self, score: str) -> list[int] | None:
         """The loss is weighted by tokens, so that its mean is that of the whole text."""
@@ -220,11 +218,7 @@ class Evaluator:
         ending = self.tokenizer.decode(self.prompts[0][-12:])  # that of every prompt
         if not ending.rstrip().endswith("<think>"):
             return list(answers)
-        tagged = []
-        for answer in answers:
-            text = f"<think>{answer.text}"
-            tagged.append(replace(answer, text=text))
-        return tagged
+        return [replace(answer, text=f"<think>{answer.text}") for answer in answers]
 
     def table(self, columns: Mapping[str, Sequence[str]], rows: int = 6) -> Table:
         """For display: question, reference, and each model's answer with a tick or a cross; private data masked."""
@@ -298,8 +292,8 @@ def read_answers(file: Path, decided_by: Facts, prompts: list[Tokens]) -> dict[i
     for line in lines:
         with suppress(ValueError):  # a kill may have torn it
             stored = json.loads(line)
-            row = stored["row"]
-            answers[row] = Answer(prompts[row], stored["token_ids"], stored["text"], stored["stopped"])
+            row = stored.pop("row")
+            answers[row] = Answer(prompts[row], **stored)
     return answers
 
 
@@ -314,7 +308,10 @@ def complete_answers(file: Path, decided_by: Facts, prompts: list[Tokens], ask: 
         out.write("\n")  # a kill may have torn the last line
         for row, answer in ask(missing):
             answers[row] = answer
-            out.write(f"{_line(row, answer)}\n")
+            stored = {"row": row} | asdict(answer)
+            del stored["prompt_ids"]  # `prompts` has them
+            line = json.dumps(stored, ensure_ascii=False)
+            out.write(f"{line}\n")
             out.flush()
     return [answers[row] for row in range(len(prompts))]
 
@@ -323,12 +320,3 @@ def _header(decided_by: Facts, prompts: list[Tokens]) -> str:
     fingerprint = digest(decided_by | {"prompts": prompts})
     return json.dumps({"fingerprint": fingerprint, "decided_by": decided_by}, ensure_ascii=False, default=str)
 
-
-def _line(row: int, answer: Answer) -> str:
-    stored = {
-        "row": row,
-        "token_ids": answer.token_ids,
-        "text": answer.text,
-        "stopped": answer.stopped,
-    }
-    return json.dumps(stored, ensure_ascii=False)

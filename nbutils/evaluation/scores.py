@@ -87,14 +87,12 @@ def content(score: Score, answers: Sequence[str], references: Sequence[str]) -> 
     contents = [0.0] * len(references)
     if not others:
         return contents
+    twice_around = circle * 2
     for place, row in enumerate(circle):
-        answer = answers[row]
-        next_rows = [*circle[place + 1 :], *circle]
-        against = 0.0
-        for lender in next_rows[:others]:
-            against += score(answer, references[lender])
-        own = score(answer, references[row])
-        contents[row] = own - against / others
+        lenders = twice_around[place + 1 : place + 1 + others]
+        against = [score(answers[row], references[lender]) for lender in lenders]
+        own = score(answers[row], references[row])
+        contents[row] = own - sum(against) / others
     return contents
 
 
