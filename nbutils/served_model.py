@@ -144,7 +144,7 @@ def measure_server(client: OpenAI, model_name: str, fixed: parity.FixedSet) -> p
     """The predictions of the model on a vLLM server."""
     import torch
 
-    def predict(number: int) -> list[list[tuple[float, int]]]:
+    def predict(number: int) -> torch.Tensor:
         """Logprob and token of the likeliest ones at each position; a token of the text that vLLM adds is cut off."""
         completion: Any = client.completions.create(
             model=model_name,
@@ -157,12 +157,10 @@ def measure_server(client: OpenAI, model_name: str, fixed: parity.FixedSet) -> p
         for tokens in completion.choices[0].prompt_logprobs[-fixed.measured[number] :]:
             pairs = [(value["logprob"], int(token)) for token, value in tokens.items()]
             positions.append(nlargest(SERVER_TOKENS, pairs))
-        return positions
+        return torch.tensor(positions, dtype=torch.float64)  # holds both of a pair, token ids exactly
 
     numbers = range(len(fixed.texts))
-    texts = serving.send_concurrently(predict, numbers, str(client.base_url), SERVER_REQUESTS)
-    # float64 holds both of a pair, token ids exactly
-    likeliest = torch.tensor([position for text in texts for position in text], dtype=torch.float64)
+    likeliest = torch.cat(serving.send_concurrently(predict, numbers, str(client.base_url), SERVER_REQUESTS))
     return parity.Predictions(likeliest[..., 0].float(), likeliest[..., 1].long())
 
 

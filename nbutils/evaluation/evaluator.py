@@ -157,7 +157,6 @@ class Evaluator:
 
     def evaluate(self, name: str, model: Any, fingerprint: Any) -> Result:
         """Ask one model, which `fingerprint` identifies; what was stored of it before is not asked again."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         model.eval()
         examples = self.renderer.encode_all(self.rows)
         losses = stored_once(
@@ -319,4 +318,3 @@ def complete_answers(file: Path, decided_by: Facts, prompts: list[Tokens], ask: 
 def _header(decided_by: Facts, prompts: list[Tokens]) -> str:
     fingerprint = digest(decided_by | {"prompts": prompts})
     return json.dumps({"fingerprint": fingerprint, "decided_by": decided_by}, ensure_ascii=False, default=str)
-

@@ -18,10 +18,10 @@ import yaml
 
 from nbutils import disk, display, environments, files, hardware, parity, processes
 from nbutils.data import stored_rows
-from nbutils.errors import CourseError, require_choice
+from nbutils.errors import CourseError, parse_choices, require_choice
 from nbutils.evaluation.placement import fit
 from nbutils.exporting.worker import Job
-from nbutils.language import tr
+from nbutils.language import last_lines, tr
 from nbutils.merging.folder import TOKENIZER_FILES, ModelFolder, open_base, weights_fingerprint
 
 PREFIX = "NBUTILS_EXPORT"  # NBUTILS_EXPORT_PYTHON, NBUTILS_EXPORT_ENV
@@ -91,8 +91,7 @@ def parse_formats(text: str) -> list[str]:
 
     Example: parse_formats("fp8, gguf-q8_0")
     """
-    names = [word.strip().lower() for word in text.split(",") if word.strip()]
-    return [find_format(name).name for name in dict.fromkeys(names)]
+    return parse_choices(tr("The export format"), text, FORMATS)
 
 
 def offer(folder: Path, gpu: hardware.GPU | None) -> list[Json]:
@@ -295,14 +294,14 @@ def run_job(job: Job, title: str) -> None:
         command = [str(python), str(WORKER), str(job_file)]
         env = environments.variables(VARIABLES | {"PYTHONPATH": folder})
         status = processes.run(command, env, log, title)
-        lines = log.read_text("utf-8", errors="replace").splitlines()
+        output = log.read_text("utf-8", errors="replace")
     if status:
         raise CourseError(
             tr(
                 "{title} failed in the export environment (exit status {status}):\n{log}",
                 title=title,
                 status=status,
-                log="\n".join(lines[-8:]),
+                log=last_lines(output, 8),
             ),
             todo=tr(
                 "Read the last lines. Out of memory (status 137): stop other notebooks, or try another format. "
