@@ -97,9 +97,8 @@ class ServedModel:
         served = self.ask(server)
         text = tr(NOTHING_STORED)
         columns = {tr("server"): [answer.text for answer in served]}
-        agreement = serving.compare_answers([], [])
+        agreement = serving.compare_answers(served[: len(self.stored)], self.stored)
         if self.stored:
-            agreement = serving.compare_answers(served, self.stored)
             text = tr("Server and lesson 04 (transformers, {dtype}): {found}", dtype=evaluator.dtype, found=agreement)
             columns = {tr("lesson 04"): [answer.text for answer in self.stored]} | columns
         if self.is_merged:

@@ -122,12 +122,13 @@ class Evaluator:
     def _report_left_out(self) -> None:
         """Say how many rows have no room for their answer; stop if no row is left."""
         if self.left_out:
-            warning = tr(
-                "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
-                count=self.left_out,
-                limit=self.limit,
+            print(
+                tr(
+                    "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
+                    count=self.left_out,
+                    limit=self.limit,
+                )
             )
-            print(warning)
         if not self.rows:
             raise CourseError(
                 tr("No evaluation row fits {limit:,} tokens with its answer, or there is none.", limit=self.limit),
@@ -217,7 +218,11 @@ class Evaluator:
         ending = self.tokenizer.decode(self.prompts[0][-12:])  # that of every prompt
         if not ending.rstrip().endswith("<think>"):
             return list(answers)
-        return [replace(answer, text=f"<think>{answer.text}") for answer in answers]
+        tagged = []
+        for answer in answers:
+            text = f"<think>{answer.text}"
+            tagged.append(replace(answer, text=text))
+        return tagged
 
     def table(self, columns: Mapping[str, Sequence[str]], rows: int = 6) -> Table:
         """For display: question, reference, and each model's answer with a tick or a cross; private data masked."""
@@ -239,13 +244,14 @@ class Evaluator:
 def score_answers(answers: Sequence[Answer], references: Sequence[str]) -> dict[str, list[float]]:
     """Every score of every answer."""
     texts = [answer.text for answer in answers]
+    lengths = [len(scores.normalized(text)) for text in texts]
     return {
         "exact_match": list(map(scores.exact, texts, references)),
         "rouge_l": list(map(scores.rouge_l, texts, references)),
         "character_f1": list(map(scores.character_f1, texts, references)),
         "exact_content": scores.content(scores.exact, texts, references),
         "content": scores.content(scores.rouge_l, texts, references),
-        "characters": list(map(scores.characters, texts)),
+        "characters": list(map(float, lengths)),
         "tokens": [float(len(answer.token_ids)) for answer in answers],
         "stopped": [float(answer.stopped) for answer in answers],
         "unfinished": list(map(scores.unfinished, texts)),

@@ -330,14 +330,13 @@ def read_predictions(name: str, folder: Path, fixed: parity.FixedSet) -> parity.
     """What a model predicts, read in the export environment as its users load it; on a CPU, a small one in float32."""
     from safetensors.torch import load_file
 
-    is_small = weights_bytes(folder) < FLOAT32_BYTES
     with tempfile.TemporaryDirectory(prefix="nbutils-predictions-") as place:
         job = Job(
             "read",
             source=str(folder.absolute()),
             out=f"{place}/logs.safetensors",
             setting=name,
-            dtype="float32" if is_small else "auto",
+            dtype="float32" if weights_bytes(folder) < FLOAT32_BYTES else "auto",
             fixed=asdict(fixed),
         )
         run_job(job, tr("reading {name}", name=name))

@@ -91,7 +91,8 @@ def row_for(gpu: hardware.GPU | None) -> dict[str, Any]:
     *generations, cpu = TABLE["gpus"]
     if gpu is None:
         return dict(cpu)
-    return dict(next(row for row in generations if gpu.capability >= tuple(row["capability_from"])))
+    fitting = [row for row in generations if gpu.capability >= tuple(row["capability_from"])]
+    return dict(fitting[0])
 
 
 def flags_for(gpu: hardware.GPU | None, folder: Path) -> dict[str, Any]:
@@ -128,24 +129,16 @@ def tensor_parallel(folder: Path, gpus: int) -> int:
 
 def normalize(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Flags by name as vLLM spells them, without those left at None; what Server decides itself is refused."""
-    normalized = {}
-    for name, value in flags.items():
-        if value is not None:
-            name = name.lstrip("-").replace("_", "-")
-            refuse_reserved(name)
-            normalized[name] = value
-    return normalized
-
-
-def refuse_reserved(flag: str) -> None:
-    """Refuse a flag that Server decides itself."""
-    name = re.split(r"[=.]", flag)[0]
-    for reserved, instead in TABLE["reserved_flags"].items():
-        if reserved.startswith(name) or fnmatch(name, reserved):  # argparse reads --hos as --host
-            raise CourseError(
-                tr("The flags contain {name}, which Server sets itself.", name=name),
-                todo=tr("Remove it. In its place: {instead}", instead=tr(instead)),
-            )
+    given = {name.lstrip("-").replace("_", "-"): value for name, value in flags.items() if value is not None}
+    for flag in given:
+        name = re.split(r"[=.]", flag)[0]
+        for reserved, instead in TABLE["reserved_flags"].items():
+            if reserved.startswith(name) or fnmatch(name, reserved):  # argparse reads --hos as --host
+                raise CourseError(
+                    tr("The flags contain {name}, which Server sets itself.", name=name),
+                    todo=tr("Remove it. In its place: {instead}", instead=tr(instead)),
+                )
+    return given
 
 
 def to_words(flags: Mapping[str, Any]) -> list[str]:
@@ -203,6 +196,5 @@ def free_gpu_memory() -> str:
 
     Example: print(free_gpu_memory())
     """
-    if "torch" in sys.modules:
-        hardware.free_memory()
+    hardware.free_memory()
     return hardware.ask_driver()
