@@ -157,7 +157,7 @@ class PredictionStore(BaseModel):
     about: dict[str, Any]  # the stamp of the merged model: which one it is, and what it was merged into
     fixed: FixedSet
     folder: Path = Field(exclude=True)  # in the run; parity.json lies beside it
-    forms: dict[str, Any] = Field({}, exclude=True)  # Predictions by the name of the form
+    forms: dict[str, Any] = Field(default={}, exclude=True)  # Predictions by the name of the form
 
     def add(self, name: str, predictions: Predictions) -> None:
         """Keep the predictions of a form, here and on disk."""
