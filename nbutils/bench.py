@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import display, environments, files, hardware, serving
-from nbutils.errors import CourseError, require_choice
-from nbutils.language import joined, tr
-from nbutils.serving.server import KEY_VARIABLE, NO_KEY, SERVER_SIDE_CODE, reach_directly
+from nbutils.errors import CourseError, parse_choices
+from nbutils.language import joined, last_lines, tr
+from nbutils.platforms import network
+from nbutils.serving.server import KEY_VARIABLE, NO_KEY, SERVER_SIDE_CODE
 
 RIVALS = ("generate", "transformers-serve")
 BENCH_SERVE = SERVER_SIDE_CODE / "bench_serve.py"
@@ -140,7 +141,7 @@ def bench_serve(
         ended = subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if ended.returncode:
             raise CourseError(
-                tr("`vllm bench serve` stopped: {lines}", lines="\n".join(ended.stderr.strip().splitlines()[-3:])),
+                tr("`vllm bench serve` stopped: {lines}", lines=last_lines(ended.stderr, 3)),
                 todo=tr("If the tokenizer is named, give the folder of the served model with --model."),
             )
         return read_level(engine, files.read_json(Path(folder) / "result.json"))
@@ -404,10 +405,7 @@ def parse_rivals(text: str) -> list[str]:
 
     Example: parse_rivals("generate, transformers-serve")
     """
-    names = [part.strip() for part in text.split(",") if part.strip()]
-    for name in names:
-        require_choice(tr("A rival"), name, RIVALS)
-    return names
+    return parse_choices(tr("A rival"), text, RIVALS)
 
 
 def parse_concurrency(text: str) -> tuple[int, ...]:
@@ -422,7 +420,7 @@ def bench_url(url: str, name: str, model: Path | None, benchmark: Benchmark) -> 
     from openai import OpenAI
 
     url = f"{url.rstrip('/').removesuffix('/v1')}/v1"
-    reach_directly()
+    network.reach_directly()
     key = os.environ.get(KEY_VARIABLE)
     client = OpenAI(base_url=url, api_key=key or NO_KEY, timeout=10.0, max_retries=0)
     try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from nbutils.language import printable, tr
+from nbutils.language import printable, split_words, tr
 from nbutils.masking import mask_secrets
 
 
@@ -39,6 +39,14 @@ def require_choice(name: str, value: str, allowed: Iterable[str]) -> None:
             tr("{name} is {value!r}.", name=name, value=value),
             todo=tr("Choose one of: {allowed}.", allowed=", ".join(allowed)),
         )
+
+
+def parse_choices(name: str, text: str, allowed: Iterable[str]) -> list[str]:
+    """The choices of a parameter such as "fp8, gguf-q8_0", each once; one that is none of those allowed is refused."""
+    words = list(dict.fromkeys(split_words(text.lower())))
+    for word in words:
+        require_choice(name, word, allowed)
+    return words
 
 
 class DownloadFailed(CourseError):

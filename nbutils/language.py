@@ -54,6 +54,16 @@ def joined(parts: Iterable[str], mark: str = ",") -> str:
     return (chinese[mark] if language() == "zh" else f"{mark} ").join(parts)
 
 
+def split_words(text: str) -> list[str]:
+    """The words of a parameter such as "fp8, gguf-q8_0"; none in an empty one."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def last_lines(text: str, count: int) -> str:
+    """The end of what a program said, where it says why it stopped."""
+    return "\n".join(text.strip().splitlines()[-count:])
+
+
 def print_whatever() -> None:
     """Let streams that cannot show Chinese (an ASCII locale, a pipe on Windows) print ? instead of failing."""
     for stream in filter(None, (sys.stdout, sys.stderr)):

@@ -7,11 +7,12 @@ Lesson 04 measures the models, lesson 05 the server; both store the likeliest to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from nbutils import evaluation, files
 from nbutils.config import Profile
@@ -64,9 +65,7 @@ def fixed_set(evaluator: Evaluator) -> FixedSet:
             answer_start = max(1, example.shared[-1])  # the first token of a text has nothing to be predicted from
             text = list(example.ids[: answer_start + MEASURED_TOKENS])
             measured = len(text) - answer_start
-            text = text[-longest:]
-            measured = min(measured, len(text) - 1)
-            fixed.texts.append(text)
+            fixed.texts.append(text[-longest:])
             fixed.measured.append(measured)
     return fixed
 
@@ -151,35 +150,27 @@ def gap(reference: Predictions, other: Predictions) -> Gap:
     )
 
 
-class StoredParity(BaseModel):
-    """The content of parity.json; what older versions stored beside it is ignored."""
+class PredictionStore(BaseModel):
+    """The predictions of each form of a model on the fixed set: a file for each, and parity.json for the rest."""
 
     mark: str  # digest of the texts and of `about`; the files of predictions that belong here have the same
     about: dict[str, Any]  # the stamp of the merged model: which one it is, and what it was merged into
     fixed: FixedSet
-
-
-class PredictionStore:
-    """The predictions of each form of a model on the fixed set; stored in the run folder."""
-
-    def __init__(self, run: Path, stored: StoredParity) -> None:
-        self.folder = run / FOLDER / "parity"
-        self.stored = stored
-        self.fixed = stored.fixed
-        self.forms: dict[str, Predictions] = {}
+    folder: Path = Field(exclude=True)  # in the run; parity.json lies beside it
+    forms: dict[str, Any] = Field(default={}, exclude=True)  # Predictions by the name of the form
 
     def add(self, name: str, predictions: Predictions) -> None:
         """Keep the predictions of a form, here and on disk."""
         from safetensors.torch import save_file
 
         self.forms[name] = predictions
-        self.folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(self.folder)
         tensors = {
             "tokens": predictions.tokens.int().contiguous(),
             "logs": predictions.log_probs.contiguous(),
         }
-        save_file(tensors, self.folder / f"{name}.safetensors", metadata={"mark": self.stored.mark})
-        files.write_json(self.folder.with_suffix(".json"), self.stored.model_dump())
+        save_file(tensors, self.folder / f"{name}.safetensors", metadata={"mark": self.mark})
+        files.write_json(self.folder.with_suffix(".json"), self.model_dump())
 
     def measure_merged(self, model: Any) -> None:
         """Measure the merged model in one batch, and `again` text by text: the gap between both is noise."""
@@ -206,27 +197,25 @@ class PredictionStore:
 def new_store(run: Path, fixed: FixedSet, stamp: Facts) -> PredictionStore:
     """An empty store for the forms of the merged model with this stamp."""
     mark = digest([asdict(fixed), stamp])
-    return PredictionStore(run, StoredParity(mark=mark, about=stamp, fixed=fixed))
+    return PredictionStore(mark=mark, about=stamp, fixed=fixed, folder=run / FOLDER / "parity")
 
 
 def load_predictions(run: Path, merged: Path) -> PredictionStore:
     """The store that lessons 04 and 05 wrote; refused if it is of another merged model, or damaged."""
     from safetensors import SafetensorError, safe_open
 
-    parity_file = run / FOLDER / "parity.json"
-    valid = False
-    try:
-        store = PredictionStore(run, StoredParity.model_validate(files.read_json(parity_file)))
-        for file in store.folder.glob("*.safetensors"):
+    folder = run / FOLDER / "parity"
+    parity_file = folder.with_suffix(".json")
+    with suppress(OSError, ValueError, SafetensorError):
+        stored = files.read_object(parity_file)
+        store = PredictionStore.model_validate(stored | {"folder": folder, "forms": {}})
+        for file in folder.glob("*.safetensors"):
             with safe_open(file, "pt") as tensors:
-                if tensors.metadata()["mark"] == store.stored.mark:  # others are of an earlier merge
+                if tensors.metadata()["mark"] == store.mark:  # others are of an earlier merge
                     tokens = tensors.get_tensor("tokens").long()
                     store.forms[file.stem] = Predictions(tensors.get_tensor("logs"), tokens)
-        valid = "merged" in store.forms and store.stored.about == files.stamp(merged)
-    except (OSError, ValueError, SafetensorError):
-        pass
-    if valid:
-        return store
+        if "merged" in store.forms and store.about == files.stamp(merged):
+            return store
     raise CourseError(
         tr("No predictions of {merged} are stored in {file}.", merged=merged, file=parity_file),
         todo=tr("Run lesson 04."),
@@ -257,7 +246,7 @@ class ParityReport:
 
     def __init__(self, predictions: PredictionStore) -> None:
         self.predictions = predictions
-        onto = predictions.stored.about.get("onto")
+        onto = predictions.about.get("onto")
         self.target = "4bit" if onto == "dequantized" else "full"  # the form that the merged model must equal
         again = predictions.gap("merged", "again")  # the same model, in other batches
         self.noise = max(RESOLUTION, again.mean if again else 0.0)

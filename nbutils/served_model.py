@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,9 +97,8 @@ class ServedModel:
         served = self.ask(server)
         text = tr(NOTHING_STORED)
         columns = {tr("server"): [answer.text for answer in served]}
-        agreement = serving.compare_answers([], [])
+        agreement = serving.compare_answers(served[: len(self.stored)], self.stored)
         if self.stored:
-            agreement = serving.compare_answers(served, self.stored)
             text = tr("Server and lesson 04 (transformers, {dtype}): {found}", dtype=evaluator.dtype, found=agreement)
             columns = {tr("lesson 04"): [answer.text for answer in self.stored]} | columns
         if self.is_merged:
@@ -143,7 +143,7 @@ def measure_server(client: OpenAI, model_name: str, fixed: parity.FixedSet) -> p
     """The predictions of the model on a vLLM server."""
     import torch
 
-    def predict(number: int) -> list[list[tuple[float, int]]]:
+    def predict(number: int) -> torch.Tensor:
         """Logprob and token of the likeliest ones at each position; a token of the text that vLLM adds is cut off."""
         completion: Any = client.completions.create(
             model=model_name,
@@ -154,15 +154,12 @@ def measure_server(client: OpenAI, model_name: str, fixed: parity.FixedSet) -> p
         )
         positions = []
         for tokens in completion.choices[0].prompt_logprobs[-fixed.measured[number] :]:
-            ranked = [(value["logprob"], int(token)) for token, value in tokens.items()]
-            ranked.sort(reverse=True)
-            positions.append(ranked[:SERVER_TOKENS])
-        return positions
+            pairs = [(value["logprob"], int(token)) for token, value in tokens.items()]
+            positions.append(nlargest(SERVER_TOKENS, pairs))
+        return torch.tensor(positions, dtype=torch.float64)  # holds both of a pair, token ids exactly
 
     numbers = range(len(fixed.texts))
-    texts = serving.send_concurrently(predict, numbers, str(client.base_url), SERVER_REQUESTS)
-    # float64 holds both of a pair, token ids exactly
-    likeliest = torch.tensor([position for text in texts for position in text], dtype=torch.float64)
+    likeliest = torch.cat(serving.send_concurrently(predict, numbers, str(client.base_url), SERVER_REQUESTS))
     return parity.Predictions(likeliest[..., 0].float(), likeliest[..., 1].long())
 
 

@@ -113,16 +113,13 @@ def _fill(stage: Path, parts: Sequence[Path]) -> None:
 
 def _without_paths(values: dict[str, Any]) -> dict[str, Any]:
     """The values without local paths; `json.loads` calls this at every depth."""
-    kept = {}
-    for key, value in values.items():
-        entries = value if isinstance(value, list) else [value]
-        if not any(_is_local(key, entry) for entry in entries):
-            kept[key] = value
-    return kept
+    return {key: value for key, value in values.items() if not _is_local(key, value)}
 
 
 def _is_local(key: str, value: Any) -> bool:
-    """Whether a value is a path of this machine."""
+    """Whether a value is a path of this machine, or a list with one."""
+    if isinstance(value, list):
+        return any(_is_local(key, entry) for entry in value)
     if not isinstance(value, str):
         return False
     if key.endswith("name_or_path") and not HUB_ID.fullmatch(value):

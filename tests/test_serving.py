@@ -61,7 +61,7 @@ def test_a_build_fits_driver_and_python(driver: str, python: str, version: str |
     monkeypatch.setattr(hardware, "ask_driver", lambda *_: driver)
     monkeypatch.setattr("platform.python_version", lambda: python)
     with nullcontext() if version else refused("fits driver", driver, "NBUTILS_SERVE_PYTHON"):
-        assert engine.build_for("vllm").steps[0][0] == f"vllm=={version}"
+        assert engine.build_for("vllm")["steps"][0][0] == f"vllm=={version}"
 
 
 @pytest.mark.parametrize(("gpus", "parts"), [(1, 1), (3, 2), (4, 4), (8, 4)])

@@ -17,7 +17,7 @@ from typing import Any
 from nbutils import disk, files, platforms, processes
 from nbutils.environments import installer
 from nbutils.errors import CourseError
-from nbutils.language import tr
+from nbutils.language import last_lines, tr
 from nbutils.masking import without_secrets
 
 MARKER = "ready.json"  # written last: the environment is complete
@@ -155,13 +155,12 @@ def _run_command(spec: EnvironmentSpec, folder: Path, command: list[str], env: d
     log = folder / "build.log"
     if processes.run(command, env, log, spec.name) == 0:
         return
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     raise CourseError(
         tr(
             "Building the {name} environment failed at `{title}`:\n{tail}",
             name=spec.name,
             title=title,
-            tail="\n".join(lines[-12:]),
+            tail=last_lines(log.read_text(encoding="utf-8", errors="replace"), 12),
         ),
         todo=tr(
             "Read {log} and run this again; without a network, set {prefix}_PYTHON to an interpreter "

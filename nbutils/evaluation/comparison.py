@@ -211,8 +211,7 @@ class Comparison:
         for panel, score in zip(axes.flat, names, strict=True):
             for name, mean in self.means[score].items():
                 label = tr(name)
-                [bar] = panel.plot([label, label], [mean.low, mean.high], lw=4)
-                panel.plot(label, mean.mean, "o", color=bar.get_color())
+                panel.plot([label] * 3, [mean.low, mean.mean, mean.high], "o-", lw=4, markevery=[1])
             panel.set_title(tr(SHOWN_SCORES[score].label), loc="left")
             panel.margins(x=0.4)
         display.show_figure(figure, self.page.with_name("scores.png"))

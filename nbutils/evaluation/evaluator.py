@@ -10,11 +10,9 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from nbutils.chat import Renderer, find_stop_ids, rows_think, training_format
 from nbutils.data import stored_rows
@@ -53,7 +51,7 @@ class Result:
 
     def mean(self, score: str) -> float:
         """The mean of a score."""
-        return float(np.average(self.scores[score], weights=self.weights(score)))
+        return self.estimate(score).mean
 
     def weights(self, score: str) -> list[int] | None:
         """The loss is weighted by tokens, so that its mean is that of the whole text."""
@@ -124,12 +122,13 @@ class Evaluator:
     def _report_left_out(self) -> None:
         """Say how many rows have no room for their answer; stop if no row is left."""
         if self.left_out:
-            warning = tr(
-                "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
-                count=self.left_out,
-                limit=self.limit,
+            print(
+                tr(
+                    "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
+                    count=self.left_out,
+                    limit=self.limit,
+                )
             )
-            print(warning)
         if not self.rows:
             raise CourseError(
                 tr("No evaluation row fits {limit:,} tokens with its answer, or there is none.", limit=self.limit),
@@ -159,7 +158,6 @@ class Evaluator:
 
     def evaluate(self, name: str, model: Any, fingerprint: Any) -> Result:
         """Ask one model, which `fingerprint` identifies; what was stored of it before is not asked again."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         model.eval()
         examples = self.renderer.encode_all(self.rows)
         losses = stored_once(
@@ -246,13 +244,14 @@ class Evaluator:
 def score_answers(answers: Sequence[Answer], references: Sequence[str]) -> dict[str, list[float]]:
     """Every score of every answer."""
     texts = [answer.text for answer in answers]
+    lengths = [len(scores.normalized(text)) for text in texts]
     return {
         "exact_match": list(map(scores.exact, texts, references)),
         "rouge_l": list(map(scores.rouge_l, texts, references)),
         "character_f1": list(map(scores.character_f1, texts, references)),
         "exact_content": scores.content(scores.exact, texts, references),
         "content": scores.content(scores.rouge_l, texts, references),
-        "characters": list(map(scores.characters, texts)),
+        "characters": list(map(float, lengths)),
         "tokens": [float(len(answer.token_ids)) for answer in answers],
         "stopped": [float(answer.stopped) for answer in answers],
         "unfinished": list(map(scores.unfinished, texts)),
@@ -298,8 +297,8 @@ def read_answers(file: Path, decided_by: Facts, prompts: list[Tokens]) -> dict[i
     for line in lines:
         with suppress(ValueError):  # a kill may have torn it
             stored = json.loads(line)
-            row = stored["row"]
-            answers[row] = Answer(prompts[row], stored["token_ids"], stored["text"], stored["stopped"])
+            row = stored.pop("row")
+            answers[row] = Answer(prompts[row], **stored)
     return answers
 
 
@@ -314,7 +313,10 @@ def complete_answers(file: Path, decided_by: Facts, prompts: list[Tokens], ask: 
         out.write("\n")  # a kill may have torn the last line
         for row, answer in ask(missing):
             answers[row] = answer
-            out.write(f"{_line(row, answer)}\n")
+            stored = {"row": row} | asdict(answer)
+            del stored["prompt_ids"]  # `prompts` has them
+            line = json.dumps(stored, ensure_ascii=False)
+            out.write(f"{line}\n")
             out.flush()
     return [answers[row] for row in range(len(prompts))]
 
@@ -322,13 +324,3 @@ def complete_answers(file: Path, decided_by: Facts, prompts: list[Tokens], ask: 
 def _header(decided_by: Facts, prompts: list[Tokens]) -> str:
     fingerprint = digest(decided_by | {"prompts": prompts})
     return json.dumps({"fingerprint": fingerprint, "decided_by": decided_by}, ensure_ascii=False, default=str)
-
-
-def _line(row: int, answer: Answer) -> str:
-    stored = {
-        "row": row,
-        "token_ids": answer.token_ids,
-        "text": answer.text,
-        "stopped": answer.stopped,
-    }
-    return json.dumps(stored, ensure_ascii=False)

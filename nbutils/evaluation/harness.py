@@ -14,7 +14,7 @@ from typing import Any
 from nbutils.errors import CourseError
 from nbutils.evaluation.evaluator import stored_once
 from nbutils.files import read_json, stamp
-from nbutils.language import tr
+from nbutils.language import last_lines, split_words, tr
 from nbutils.masking import without_secrets
 
 Metrics = dict[str, dict[str, Any]]  # by task and by name
@@ -22,7 +22,7 @@ Metrics = dict[str, dict[str, Any]]  # by task and by name
 
 def parse_tasks(text: str) -> list[str]:
     """The lm-eval tasks (names, or YAML files of your own) in a parameter such as "hellaswag, arc_easy"."""
-    tasks = [name.strip() for name in text.split(",") if name.strip()]
+    tasks = split_words(text)
     if tasks and find_spec("lm_eval") is None:
         raise CourseError(
             tr("LM_EVAL_TASKS is {tasks!r}, and lm-eval is not installed here.", tasks=text),
@@ -62,7 +62,7 @@ def _measure(words: Sequence[str]) -> Metrics:
                 tr(
                     "lm-eval could not run `{command}`. Its last lines:\n{lines}",
                     command=" ".join(words),
-                    lines="\n".join(ended.stderr.strip().splitlines()[-12:]),
+                    lines=last_lines(ended.stderr, 12),
                 ),
                 allowed=tr(
                     "names from `lm-eval ls tasks`, or paths of task files, whose data this machine can reach "

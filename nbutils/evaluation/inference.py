@@ -65,16 +65,12 @@ def padded(texts: Sequence[Tokens], pad: int, device: Any) -> tuple[Any, Any, An
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    rows = [torch.tensor(text) for text in texts]
+    rows = [torch.tensor(text, device=device) for text in texts]
     ones = [torch.ones_like(row) for row in rows]
     ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
     mask = pad_sequence(ones, batch_first=True, padding_side="left")
     positions = mask.cumsum(-1) - 1
-    return (
-        ids.to(device),
-        mask.to(device),
-        positions.clamp(min=0).to(device),
-    )
+    return ids, mask, positions.clamp(min=0)
 
 
 def answer_rows(model: Any, tokenizer: Any, rows: Sequence[Row], max_new_tokens: int = 128) -> list[str]:

@@ -65,11 +65,6 @@ def _harmonic_mean(shared: int, left: str, right: str) -> float:
     return 2 * shared / characters if characters else 1.0
 
 
-def characters(answer: str) -> float:
-    """How many characters are counted."""
-    return float(len(normalized(answer)))
-
-
 def unfinished(answer: str) -> float:
     """1 if the answer was cut off while the model was thinking, else 0."""
     return float(answer.lstrip().startswith("<think>") and "</think>" not in answer)
@@ -87,14 +82,13 @@ def content(score: Score, answers: Sequence[str], references: Sequence[str]) -> 
     contents = [0.0] * len(references)
     if not others:
         return contents
+    twice_around = circle * 2
     for place, row in enumerate(circle):
-        answer = answers[row]
-        next_rows = [*circle[place + 1 :], *circle]
-        against = 0.0
-        for lender in next_rows[:others]:
-            against += score(answer, references[lender])
-        own = score(answer, references[row])
-        contents[row] = own - against / others
+        first = place + 1
+        lenders = twice_around[first : first + others]
+        against = [score(answers[row], references[lender]) for lender in lenders]
+        own = score(answers[row], references[row])
+        contents[row] = own - sum(against) / others
     return contents
 
 

@@ -18,10 +18,10 @@ import yaml
 
 from nbutils import disk, display, environments, files, hardware, parity, processes
 from nbutils.data import stored_rows
-from nbutils.errors import CourseError, require_choice
+from nbutils.errors import CourseError, parse_choices, require_choice
 from nbutils.evaluation.placement import fit
 from nbutils.exporting.worker import Job
-from nbutils.language import tr
+from nbutils.language import last_lines, tr
 from nbutils.merging.folder import TOKENIZER_FILES, ModelFolder, open_base, weights_fingerprint
 
 PREFIX = "NBUTILS_EXPORT"  # NBUTILS_EXPORT_PYTHON, NBUTILS_EXPORT_ENV
@@ -91,8 +91,7 @@ def parse_formats(text: str) -> list[str]:
 
     Example: parse_formats("fp8, gguf-q8_0")
     """
-    names = [word.strip().lower() for word in text.split(",") if word.strip()]
-    return [find_format(name).name for name in dict.fromkeys(names)]
+    return parse_choices(tr("The export format"), text, FORMATS)
 
 
 def offer(folder: Path, gpu: hardware.GPU | None) -> list[Json]:
@@ -295,14 +294,14 @@ def run_job(job: Job, title: str) -> None:
         command = [str(python), str(WORKER), str(job_file)]
         env = environments.variables(VARIABLES | {"PYTHONPATH": folder})
         status = processes.run(command, env, log, title)
-        lines = log.read_text("utf-8", errors="replace").splitlines()
+        output = log.read_text("utf-8", errors="replace")
     if status:
         raise CourseError(
             tr(
                 "{title} failed in the export environment (exit status {status}):\n{log}",
                 title=title,
                 status=status,
-                log="\n".join(lines[-8:]),
+                log=last_lines(output, 8),
             ),
             todo=tr(
                 "Read the last lines. Out of memory (status 137): stop other notebooks, or try another format. "
@@ -331,14 +330,13 @@ def read_predictions(name: str, folder: Path, fixed: parity.FixedSet) -> parity.
     """What a model predicts, read in the export environment as its users load it; on a CPU, a small one in float32."""
     from safetensors.torch import load_file
 
-    is_small = weights_bytes(folder) < FLOAT32_BYTES
     with tempfile.TemporaryDirectory(prefix="nbutils-predictions-") as place:
         job = Job(
             "read",
             source=str(folder.absolute()),
             out=f"{place}/logs.safetensors",
             setting=name,
-            dtype="float32" if is_small else "auto",
+            dtype="float32" if weights_bytes(folder) < FLOAT32_BYTES else "auto",
             fixed=asdict(fixed),
         )
         run_job(job, tr("reading {name}", name=name))

@@ -124,13 +124,13 @@ def read_predictions(job: Job) -> None:
 
     from nbutils import parity
 
-    gguf_files = [file.name for file in Path(job.source).glob("*.gguf")]
+    gguf_file = next(Path(job.source).glob("*.gguf"), None)
     on_gpu = torch.cuda.is_available() and job.setting != "int8"
     model = load_model(
         job.source,
         dtype="auto" if on_gpu else job.dtype,
         device_map="cuda:0" if on_gpu else "cpu",
-        gguf_file=gguf_files[0] if gguf_files else None,
+        gguf_file=gguf_file and gguf_file.name,
     )
     predictions = parity.measure(model, parity.FixedSet(**job.fixed))
     save_file({"logs": predictions.log_probs.contiguous(), "tokens": predictions.tokens.contiguous()}, job.out)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -206,9 +206,12 @@ def _pass_proxies() -> None:
     """Let requests to this machine (the server of lesson 05), and on AutoDL to what is near, go past the proxies."""
     if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
         return
-    direct = ["127.0.0.1", "localhost"]
-    if (fs_root() / "etc/network_turbo").is_file():  # the proxies are those that this script sets
-        direct += NEARBY
+    on_autodl = (fs_root() / "etc/network_turbo").is_file()  # the proxies are those that this script sets
+    reach_directly(NEARBY if on_autodl else ())
+
+
+def reach_directly(nearby: Iterable[str] = ()) -> None:
+    """Let requests to this machine and to hosts nearby go past any proxy."""
     for name in ("no_proxy", "NO_PROXY"):
-        hosts = [*os.environ.get(name, "").split(","), *direct]
+        hosts = [*os.environ.get(name, "").split(","), "127.0.0.1", "localhost", *nearby]
         os.environ[name] = ",".join(dict.fromkeys(hosts)).strip(",")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -112,19 +111,18 @@ def send_concurrently(
     """The answers to many requests in the order of the items; the first that fails cancels the rest."""
     from httpx import HTTPError  # where a stream breaks off
     from openai import OpenAIError
-    from tqdm.auto import tqdm
+    from tqdm.contrib.concurrent import thread_map
 
-    with ThreadPoolExecutor(max_workers=at_once) as pool:
-        try:
-            return list(tqdm(pool.map(request, items), total=len(items), desc=tr("requests"), unit=tr("row")))
-        except (OpenAIError, HTTPError) as error:
-            if server := SERVERS.get(url.rstrip("/")):
-                time.sleep(1.0)  # a connection breaks a moment before the process has ended
-                server.require()
-            raise CourseError(
-                tr("A request to the server at {url} failed: {error}", url=url, error=error),
-                todo=tr("Use server.client(), correct what it names, or run the cell that starts the server again."),
-            ) from error
+    try:
+        return list(thread_map(request, items, max_workers=at_once, desc=tr("requests"), unit=tr("row")))
+    except (OpenAIError, HTTPError) as error:
+        if server := SERVERS.get(url.rstrip("/")):
+            time.sleep(1.0)  # a connection breaks a moment before the process has ended
+            server.require()
+        raise CourseError(
+            tr("A request to the server at {url} failed: {error}", url=url, error=error),
+            todo=tr("Use server.client(), correct what it names, or run the cell that starts the server again."),
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -40,31 +40,17 @@ class ServingEnvironment:
     env_vars: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class EngineBuild:
-    """A build of an engine, as configs/serving.yaml has it."""
-
-    engine: str
-    driver_from: int
-    python: str
-    steps: list[list[str]]
-    needs_gib: float
-    remove: list[str] = field(default_factory=list)
-    variables: dict[str, str] = field(default_factory=dict)
-
-
-def build_for(engine: str) -> EngineBuild:
+def build_for(engine: str) -> dict[str, Any]:
     """The first build of an engine that fits this machine's driver and Python; without a driver, the newest."""
-    builds = [EngineBuild(**row) for row in TABLE["builds"] if row["engine"] == engine]
-    if builds and os.environ.get(f"{PREFIX}_PYTHON"):  # an interpreter of the learner's has what it has
-        return builds[0]
+    own_python = os.environ.get(f"{PREFIX}_PYTHON")  # an interpreter of the learner's has what it has
     driver = hardware.ask_driver("--query-gpu=driver_version", "--format=csv,noheader")
     number = re.match(r"\d+", driver)
     python = platform.python_version()
-    for build in builds:
-        has_driver = number is None or int(number[0]) >= build.driver_from
-        if has_driver and python in SpecifierSet(build.python):
-            return build
+    for build in TABLE["builds"]:
+        has_driver = number is None or int(number[0]) >= build["driver_from"]
+        fits = has_driver and python in SpecifierSet(build["python"])
+        if build["engine"] == engine and (fits or own_python):
+            return dict(build)
     raise CourseError(
         tr(
             "No build of {engine} fits driver {driver!r} and Python {python}.",
@@ -91,11 +77,11 @@ def ensure_environment(engine: str = "auto") -> ServingEnvironment:
     if engine == "transformers":
         return ServingEnvironment(Path(sys.executable), engine, variables)
     build = build_for(engine)
-    variables |= build.variables
+    variables |= build["variables"]
     if engine == "vllm-cpu":  # one core is left to the process that takes requests
         threads = max(1, round(platforms.processors()) - 1)
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
-    spec = environments.EnvironmentSpec(engine, build.steps, build.remove, IMPORTS, build.needs_gib, PREFIX)
+    spec = environments.EnvironmentSpec(engine, build["steps"], build["remove"], IMPORTS, build["needs_gib"], PREFIX)
     python = environments.ensure(spec, environments.place(PREFIX, "serve"))
     return ServingEnvironment(python, engine, variables)
 
@@ -143,24 +129,16 @@ def tensor_parallel(folder: Path, gpus: int) -> int:
 
 def normalize(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Flags by name as vLLM spells them, without those left at None; what Server decides itself is refused."""
-    normalized = {}
-    for name, value in flags.items():
-        if value is not None:
-            name = name.lstrip("-").replace("_", "-")
-            refuse_reserved(name)
-            normalized[name] = value
-    return normalized
-
-
-def refuse_reserved(flag: str) -> None:
-    """Refuse a flag that Server decides itself."""
-    name = re.split(r"[=.]", flag)[0]
-    for reserved, instead in TABLE["reserved_flags"].items():
-        if reserved.startswith(name) or fnmatch(name, reserved):  # argparse reads --hos as --host
-            raise CourseError(
-                tr("The flags contain {name}, which Server sets itself.", name=name),
-                todo=tr("Remove it. In its place: {instead}", instead=tr(instead)),
-            )
+    given = {name.lstrip("-").replace("_", "-"): value for name, value in flags.items() if value is not None}
+    for flag in given:
+        name = re.split(r"[=.]", flag)[0]
+        for reserved, instead in TABLE["reserved_flags"].items():
+            if reserved.startswith(name) or fnmatch(name, reserved):  # argparse reads --hos as --host
+                raise CourseError(
+                    tr("The flags contain {name}, which Server sets itself.", name=name),
+                    todo=tr("Remove it. In its place: {instead}", instead=tr(instead)),
+                )
+    return given
 
 
 def to_words(flags: Mapping[str, Any]) -> list[str]:
@@ -218,6 +196,5 @@ def free_gpu_memory() -> str:
 
     Example: print(free_gpu_memory())
     """
-    if "torch" in sys.modules:
-        hardware.free_memory()
+    hardware.free_memory()
     return hardware.ask_driver()

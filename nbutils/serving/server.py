@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from nbutils import environments, platforms, processes
 from nbutils.errors import CourseError
 from nbutils.language import tr
+from nbutils.platforms import network
 from nbutils.serving import engine as engines
 
 if TYPE_CHECKING:
@@ -75,14 +76,6 @@ def free_port(port: int) -> int:
             tr("Port {port} cannot be used ({error}).", port=port, error=error),
             todo=tr("Set PORT to another number, or to 0 to let the course choose one."),
         ) from error
-
-
-def reach_directly() -> None:
-    """Let clients in this process reach servers on this machine without a proxy."""
-    for name in ("NO_PROXY", "no_proxy"):
-        hosts = os.environ.get(name, "")
-        if "127.0.0.1" not in hosts.split(","):
-            os.environ[name] = f"{hosts},127.0.0.1,localhost"
 
 
 def health(root: str) -> int:
@@ -163,7 +156,7 @@ class Server:
         if self.running:
             return self
         engines.free_gpu_memory()
-        reach_directly()
+        network.reach_directly()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         extra = dict(self.environment.env_vars)
         if Path(self.model).is_dir():
