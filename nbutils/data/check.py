@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import models, plan
-from nbutils.data.build import Build, find_sources
+from nbutils.data.build import ACCEPTED, Build, find_sources
 from nbutils.data.card import EVAL, NEAR_OVERLAP, REJECTED, TRAIN, DataCard, stored_rows
 from nbutils.errors import CourseError
 from nbutils.language import tr
@@ -109,8 +109,8 @@ def _token_lengths(folder: Path, tokenizer: Any, max_length: int) -> dict[str, i
 
 def _estimated_length(build: Build) -> float:
     """Mean tokens of a row, without a tokenizer."""
-    mean_size = build.offsets[-1] / max(len(build.sides), 1)
-    return mean_size / BYTES_PER_TOKEN + TEMPLATE_TOKENS
+    size = (build.folder / ACCEPTED).stat().st_size
+    return size / max(len(build.numbers), 1) / BYTES_PER_TOKEN + TEMPLATE_TOKENS
 
 
 def _next_steps(card: DataCard, mean_length: float, estimated: bool) -> list[str]:

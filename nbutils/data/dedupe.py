@@ -137,11 +137,7 @@ def _numbers_and_symbols(codes: np.ndarray) -> list[str]:
     exact = _exact_table().take(codes)
     kept = np.where(exact, codes, ord(" "))
     texts = _decoded(kept).split(SEPARATOR)
-    numbers = []
-    for text in texts:
-        words = text.split()
-        numbers.append(" ".join(words))
-    return numbers
+    return [" ".join(text.split()) for text in texts]
 
 
 def _trigrams(codes: np.ndarray) -> np.ndarray:
