@@ -9,8 +9,9 @@ import tempfile
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 from tqdm import tqdm
@@ -31,7 +32,7 @@ from nbutils.data.card import (
 )
 from nbutils.data.dedupe import digests, find_repeated, row_text
 from nbutils.data.read import find_files, read_rows
-from nbutils.data.rows import ChatRow, RowError, check_row, parse_mapping
+from nbutils.data.rows import ChatRow, Json, RowError, check_row, parse_mapping
 from nbutils.data.texts import Kind, Problem, short, shown
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, SAMPLES, replacement, write_json
@@ -86,9 +87,8 @@ def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], 
     """Training files and held-out files: `eval_source`, or else what is called `eval`, `test`, `valid` or the like."""
     if not any(sources):
         return [SAMPLES / TRAIN], find_files(eval_source or str(SAMPLES / EVAL))
-    files = []
-    for source in sources:
-        files += [file for file in find_files(source) if file not in files]
+    found = chain.from_iterable(map(find_files, sources))
+    files = list(dict.fromkeys(found))  # each once
     if eval_source:
         return files, find_files(eval_source)
     shared = os.path.commonpath([file.absolute().parent for file in files])
@@ -192,7 +192,7 @@ class Build:
 
     def _add(self, row: ChatRow, side: Side) -> None:
         """Reject a row that was there before, or store it."""
-        stored: dict[str, Any] = {"messages": row.messages}
+        stored: Json = {"messages": row.messages}
         if row.tools:
             stored["tools"] = row.tools
         digest, prompt = digests(row, numbers=bool(self.eval_files))
@@ -209,13 +209,14 @@ class Build:
             self._store(row.line, stored, side)
             self._count(row)
 
-    def _store(self, line: int, stored: dict[str, Any], side: Side) -> None:
+    def _store(self, line: int, stored: Json, side: Side) -> None:
         """Write a row to ACCEPTED, and remember where it is from and where it goes."""
         self.sides.append(side)
         self.names.append(self.file)
         self.lines.append(line)
         self.offsets.append(self.accepted.tell())
-        self.accepted.write(orjson.dumps(stored, option=orjson.OPT_APPEND_NEWLINE))
+        content = orjson.dumps(stored, option=orjson.OPT_APPEND_NEWLINE)
+        self.accepted.write(content)
 
     def _count(self, row: ChatRow) -> None:
         """Count what is in an accepted row, and what was done or is to be said about it."""
@@ -228,16 +229,20 @@ class Build:
     def _count_warning(self, line: int, warning: Problem) -> None:
         self.card.warnings[warning.kind] += 1
         if self.card.warnings[warning.kind] <= MOST_SHOWN:
-            example = Rejection(file=self.file, line=line, **vars(warning))
+            example = Rejection(
+                file=self.file,
+                line=line,
+                **vars(warning),
+            )
             self.card.examples.append(str(example))
 
-    def _count_text(self, messages: list[dict[str, Any]], change: int) -> None:
+    def _count_text(self, messages: list[Json], change: int) -> None:
         """Count the language and length of a row; a `change` of -1 takes it back."""
         text = "".join(message["content"] for message in messages)
         self.card.languages[language_of(text)] += change
         self.card.characters[BIN_NAMES[bisect_left(BINS, len(text))]] += change
 
-    def _reject_copy(self, file: str, line: int, row: dict[str, Any], kind: Kind, kept: int) -> None:
+    def _reject_copy(self, file: str, line: int, row: Json, kind: Kind, kept: int) -> None:
         """Reject a row that resembles an accepted one."""
         seen = tr("one like {file} line {line}", file=self.names[kept], line=self.lines[kept])
         self._reject(RowError(file, line, row, (Problem(kind, tr("the row"), seen),)))
@@ -248,12 +253,8 @@ class Build:
         self.card.reasons[first.kind] += 1
         if self.card.reasons[first.kind] <= MOST_SHOWN:
             self.card.problems.append(Rejection(file=error.file, line=error.line, **vars(first)))
-        entry: dict[str, Any] = {
-            "file": error.file,
-            "line": error.line,
-            "problems": error.problems,
-            "row": error.raw,
-        }
+        entry = error._asdict()
+        entry["row"] = entry.pop("raw")
         try:
             text = orjson.dumps(entry, default=str)
         except TypeError:  # orjson refuses lone surrogates and deep nesting: write a short text instead
@@ -261,7 +262,7 @@ class Build:
             text = orjson.dumps(entry)
         self.rejected.write(text + b"\n")
 
-    def _stored_row(self, number: int) -> dict[str, Any]:
+    def _stored_row(self, number: int) -> Json:
         self.accepted.seek(self.offsets[number])
         return orjson.loads(self.accepted.readline())
 
