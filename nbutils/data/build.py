@@ -154,7 +154,7 @@ class Build:
         self.sides = list[Side]()  # this and the next three have one entry for each accepted row
         self.names = list[str]()  # of its file
         self.lines = array("Q")  # in its file
-        self.offsets = array("Q")  # in ACCEPTED
+        self.offsets = array("Q", [0])  # in ACCEPTED, and the end of the last
 
     def run(self) -> None:
         """Read and count all rows; write ACCEPTED and REJECTED to the temporary folder."""
@@ -214,9 +214,9 @@ class Build:
         self.sides.append(side)
         self.names.append(self.file)
         self.lines.append(line)
-        self.offsets.append(self.accepted.tell())
         content = orjson.dumps(stored, option=orjson.OPT_APPEND_NEWLINE)
         self.accepted.write(content)
+        self.offsets.append(self.offsets[-1] + len(content))
 
     def _count(self, row: ChatRow) -> None:
         """Count what is in an accepted row, and what was done or is to be said about it."""

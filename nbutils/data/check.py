@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils import models, plan
-from nbutils.data.build import ACCEPTED, Build, find_sources
+from nbutils.data.build import Build, find_sources
 from nbutils.data.card import EVAL, NEAR_OVERLAP, REJECTED, TRAIN, DataCard, stored_rows
 from nbutils.data.rows import Json
 from nbutils.errors import CourseError
@@ -68,7 +68,7 @@ def check(
         build.publish(build.folder)
         if tokenizer and card.accepted:
             card.lengths = _token_lengths(build.folder, tokenizer, max_length)
-        bytes_per_row = (build.folder / ACCEPTED).stat().st_size / max(len(build.numbers), 1)
+        bytes_per_row = build.offsets[-1] / max(len(build.numbers), 1)
         mean = card.lengths.get("mean") or bytes_per_row / BYTES_PER_TOKEN + TEMPLATE_TOKENS
         for path in filter(None, (rejected, rejected_in_out)):
             path.parent.mkdir(parents=True, exist_ok=True)
