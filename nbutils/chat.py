@@ -12,7 +12,7 @@ import json
 import re
 import unicodedata
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from operator import attrgetter
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 Messages = list[Message]
-Tools = list[dict[str, Any]] | None
+Tools = list[Message] | None
+Turns = list[int]  # answers, as indices of the messages of a row
 Row = dict[str, Any]  # {"messages": [...]}, and "tools" where the row has some
 BATCH = 256  # conversations tokenized together
 IGNORED = -100  # the label of a token without loss
@@ -46,23 +47,23 @@ class Conversation(NamedTuple):
     row: int  # from 1
     messages: Messages
     tools: Tools
-    turns: tuple[int, ...]  # the answers to train, as indices of the messages
+    turns: Turns  # the answers to train
 
 
 class Example(NamedTuple):
     """One text the trainer trains on."""
 
     row: int  # from 1
-    turns: tuple[int, ...]  # its answers, as indices of the row's messages
+    turns: Turns  # its answers
     ids: array[int]
     trained: bytes  # for each token 1 if it has loss, else 0
-    shared: tuple[int, ...]  # for each answer: how many tokens of the server's prompt the text begins with
-    prompt_lengths: tuple[int, ...]  # for each answer: of the server's prompt; equal to `shared` in a valid example
+    shared: list[int]  # for each answer: how many tokens of the server's prompt the text begins with
+    prompt_lengths: list[int]  # for each answer: of the server's prompt; equal to `shared` in a valid example
 
 
-def answer_turns(row: Row) -> tuple[int, ...]:
+def answer_turns(row: Row) -> Turns:
     """The positions of a row's answers among its messages."""
-    return tuple(turn for turn, message in enumerate(row["messages"]) if message["role"] == "assistant")
+    return [turn for turn, message in enumerate(row["messages"]) if message["role"] == "assistant"]
 
 
 def rows_think(rows: Sequence[Row]) -> bool:
@@ -138,6 +139,8 @@ class Renderer:
         self.stops = find_stop_ids(tokenizer) if stop_ids is None else set(stop_ids)
         self._template_options = {} if thinking is None else {"enable_thinking": thinking}
         self._special = set(tokenizer.get_added_vocab().values())
+        # whether a token is white space only; each is looked at once
+        self.is_blank = cache(lambda token: not tokenizer.decode([token]).strip())
 
     def encode_all(self, rows: Sequence[Row]) -> list[Example]:
         """All examples of all rows, each rendered once."""
@@ -158,11 +161,6 @@ class Renderer:
     def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """What a server tokenizes before it answers."""
         return self._prompts([messages], tools)[0]
-
-    @cached_property
-    def is_blank(self) -> Callable[[int], bool]:
-        """Whether a token is white space only; each is looked at once."""
-        return cache(lambda token: not self.tokenizer.decode([token]).strip())
 
     def stop_position(self, ids: Sequence[int], start: int, end: int) -> int:
         """The position of the first stop token from `start` up to `end`; `end` if there is none."""
@@ -193,7 +191,7 @@ class Renderer:
                 yield Conversation(number, messages, tools, turns)
                 continue
             for turn in turns:
-                yield Conversation(number, messages[: turn + 1], tools, (turn,))
+                yield Conversation(number, messages[: turn + 1], tools, [turn])
 
     def _encode(self, batch: list[Conversation]) -> list[Example]:
         """The examples of conversations with the same tools; an error names the first row that the template refuses."""
@@ -234,11 +232,11 @@ class Renderer:
         self, conversation: Conversation, ids: list[int], marked: list[int] | None, prompts: list[list[int]]
     ) -> Example:
         """One example; without the template's marks, all that follows the prompt is trained."""
-        shared = tuple(len(commonprefix([prompt, ids])) for prompt in prompts)  # noqa: RUF071  # it takes any sequences
+        shared = [len(commonprefix([prompt, ids])) for prompt in prompts]  # noqa: RUF071  # it takes any sequences
         after_prompt = bytes(shared[0]).ljust(len(ids), b"\1")  # zeros, then ones to the end
         trained = bytearray(marked or after_prompt)
         self._trim(ids, trained, shared)
-        prompt_lengths = tuple(len(prompt) for prompt in prompts)
+        prompt_lengths = [len(prompt) for prompt in prompts]
         return Example(
             conversation.row,
             conversation.turns,
@@ -256,7 +254,7 @@ class Renderer:
             )
         )
 
-    def _trim(self, ids: list[int], trained: bytearray, starts: tuple[int, ...]) -> None:
+    def _trim(self, ids: list[int], trained: bytearray, starts: list[int]) -> None:
         """Take the loss off white space before an answer, and off special tokens and blanks after its stop token."""
         ends = [*starts[1:], len(ids)]
         for start, end in zip(starts, ends, strict=True):
@@ -271,37 +269,31 @@ class Renderer:
                 trained[position] = 0
 
 
-def training_format(tokenizer: Any, rows: Sequence[Row] = (), thinking: bool | None = None) -> str:
-    """`messages`, whole conversations, if servers see the same text; else `prompt_completion`, each answer alone."""
-    multi_turn = any(len(answer_turns(row)) > 1 for row in rows)
-    probes = [ANSWER]
+def training_format(
+    tokenizer: Any,
+    rows: Sequence[Row] = (),
+    thinking: bool | None = None,
+    stop_ids: Iterable[int] | None = None,
+) -> str:
+    """`messages`, whole conversations, if such rows keep the contract; else `prompt_completion`, each answer alone."""
+    answers = [ANSWER]
     if rows_think(rows):
-        probes.append(THOUGHT)
+        answers.append(THOUGHT)
+    rounds = 2 if any(len(answer_turns(row)) > 1 for row in rows) else 1
     if _training_template(tokenizer) is not None:
-        renderer = Renderer(tokenizer, "messages", thinking)
-        if all(_marks_answers(renderer, probe, multi_turn) for probe in probes):
+        renderer = Renderer(tokenizer, "messages", thinking, stop_ids)
+        if all(_keeps_contract(renderer, {"messages": [QUESTION, answer] * rounds}) for answer in answers):
             return "messages"
     return "prompt_completion"
 
 
-def _marks_answers(renderer: Renderer, answer: Message, multi_turn: bool) -> bool:
-    """Whether the template marks such an answer exactly; `multi_turn`: also one of two in a conversation."""
-    from trl.chat_template_utils import is_chat_template_stop_token_trained
-
-    example = renderer.encode({"messages": [QUESTION, answer]})
-    prompt = example.ids[: example.shared[0]]
-    for token, mask in zip(prompt, example.trained, strict=False):
-        if mask and not renderer.is_blank(token):  # marked, but the prompt has it: Qwen3.5 opens <think> there
-            return False
-    if not is_chat_template_stop_token_trained(renderer.tokenizer, chat_template=renderer.template):
+def _keeps_contract(renderer: Renderer, row: Row) -> bool:
+    """Whether training sees such a row as a server does: the template of Qwen3 drops the first of two thoughts."""
+    try:
+        _check_example(renderer, renderer.encode(row), row)
+    except CourseError:
         return False
-    if not multi_turn:
-        return True
-    example = renderer.encode({"messages": [QUESTION, answer] * 2})
-    trained_ids = list(itertools.compress(example.ids, example.trained))
-    trained = renderer.tokenizer.decode(trained_ids)
-    thoughts = 2 if answer is THOUGHT else 0  # Qwen3's template drops the first
-    return example.shared[-1] == example.prompt_lengths[-1] and trained.count("a thought") == thoughts
+    return True
 
 
 def may_skip_thinking(tokenizer: Any, rows: Sequence[Row]) -> bool:
@@ -368,8 +360,7 @@ class FilteredRows:
         """Write the rows that are left out, with their numbers, to too_long.jsonl; the file may be empty."""
         lines = []
         for number, tokens in self.too_long.items():
-            entry = {"row": number, "tokens": tokens}
-            entry |= self.rows[number - 1]
+            entry = {"row": number, "tokens": tokens} | self.rows[number - 1]
             lines.append(json.dumps(entry, ensure_ascii=False) + "\n")
         write_text(folder / "too_long.jsonl", "".join(lines))
 
@@ -382,7 +373,8 @@ def filter_by_length(
     Example:
         filtered = chat.filter_by_length(tokenizer, rows, 1024, stop_ids=chat.find_stop_ids(tokenizer, model_folder))
     """
-    renderer = Renderer(tokenizer, training_format(tokenizer, rows), stop_ids=stop_ids)
+    form = training_format(tokenizer, rows, None, stop_ids)
+    renderer = Renderer(tokenizer, form, stop_ids=stop_ids)
     examples = renderer.encode_all(rows)
     longest = max(len(example.ids) for example in examples)
     too_long: dict[int, int] = {}
@@ -415,11 +407,9 @@ def check_contract(filtered: FilteredRows) -> str:
         print(chat.check_contract(chat.filter_by_length(tokenizer, rows, 1024)))
     """
     _require_tools_shown(filtered)
-    answers = 0
     stop_ids: set[int] = set()
     for example in filtered.examples:
         stop_ids |= _check_example(filtered.renderer, example, filtered.rows[example.row - 1])
-        answers += len(example.turns)
     tokens = sum(filtered.lengths)
     trained = filtered.trained_tokens
     return tr(
@@ -430,7 +420,7 @@ def check_contract(filtered: FilteredRows) -> str:
         trained=trained,
         tokens=tokens,
         share=f"{trained / tokens:.0%}",
-        answers=answers,
+        answers=sum(len(example.turns) for example in filtered.examples),
         stops=_stop_texts(filtered.renderer, stop_ids),
     )
 
@@ -553,17 +543,6 @@ def _comparable(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 
-def build_dataset(tokenizer: Any, rows: Sequence[Row], max_length: int) -> Dataset:
-    """Rows as tokens and labels for SFTTrainer, checked: what the lesson does step by step.
-
-    Example:
-        trainer = SFTTrainer(model, SFTConfig(max_length=1024), train_dataset=chat.build_dataset(tokenizer, rows, 1024))
-    """
-    filtered = filter_by_length(tokenizer, rows, max_length)
-    check_contract(filtered)
-    return training_dataset(filtered)
-
-
 def training_dataset(filtered: FilteredRows) -> Dataset:
     """The tokens and labels of the examples, for SFTTrainer, which packs and shuffles them but changes none.
 
@@ -574,12 +553,8 @@ def training_dataset(filtered: FilteredRows) -> Dataset:
     import pyarrow
     from datasets import Dataset
 
-    ids = array("i")
-    trained = bytearray()
-    for example in filtered.examples:
-        ids += example.ids
-        trained += example.trained
-    tokens = numpy.frombuffer(ids, dtype=numpy.int32)
+    tokens = numpy.concatenate([example.ids for example in filtered.examples])
+    trained = b"".join(example.trained for example in filtered.examples)
     has_loss = numpy.frombuffer(trained, dtype=bool)
     labels = numpy.where(has_loss, tokens, IGNORED).astype(numpy.int64)
     offsets = list(itertools.accumulate(filtered.lengths, initial=0))
@@ -644,14 +619,13 @@ def show_row(tokenizer: Any, row: Row) -> None:
     """
     example = Renderer(tokenizer, training_format(tokenizer, [row])).encode(row)
     runs = []
-    plain = ""
-    position = 0
+    start = 0
     for mask, group in itertools.groupby(example.trained):
-        length = len(list(group))
-        text = tokenizer.decode(list(example.ids[position : position + length]))
-        position += length
+        end = start + len(list(group))
+        text = tokenizer.decode(list(example.ids[start:end]))
         runs.append((text, mask))
-        plain += f"[{text}]" if mask else text
+        start = end
+    plain = "".join(f"[{text}]" if mask else text for text, mask in runs)
     trained = sum(example.trained)
-    print(tr("{trained} of {tokens} tokens are trained. They are marked:", trained=trained, tokens=position))
+    print(tr("{trained} of {tokens} tokens are trained. They are marked:", trained=trained, tokens=len(example.ids)))
     display.show_page("tokens.html", plain, runs=runs)

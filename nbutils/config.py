@@ -8,7 +8,6 @@ that the YAML shows everything a run uses. Scalars are read as in YAML 1.2: `on`
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import json
 import re
@@ -16,13 +15,16 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from nbutils import files, former_names
 from nbutils.errors import CourseError, require_choice
+from nbutils.former_names import Settings
 from nbutils.language import tr
 
 Text = Annotated[str, Field(min_length=1)]
@@ -234,12 +236,17 @@ def _problem_with(name: str, value: Any) -> str:
 
 def _wrong_value(owner: str, argument: str, value: Any) -> str:
     """Why a value is none of those that a class declares for an argument; empty if it is one, or none are declared."""
-    declared = get_type_hints(_named(owner)).get(argument, Any)
+    declared = get_type_hints(resolve_name(owner)).get(argument, Any)
     try:
         TypeAdapter(declared, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
     except ValidationError as problem:
-        return tr("{wanted}, not {seen}", wanted=problem.errors()[0]["msg"], seen=reprlib.repr(value))
+        return _unmet(problem.errors()[0])
     return ""
+
+
+def _unmet(error: ErrorDetails) -> str:
+    """What pydantic wanted, and what it found."""
+    return tr("{wanted}, not {seen}", wanted=error["msg"], seen=reprlib.repr(error["input"]))
 
 
 def arguments_of(owner: str) -> list[str]:
@@ -247,20 +254,14 @@ def arguments_of(owner: str) -> list[str]:
     if owner == CLASSES["vllm"]:
         return [*Vllm.model_fields, *VLLM_FLAGS]
     try:
-        return list(inspect.signature(_named(owner)).parameters)
+        return list(inspect.signature(resolve_name(owner)).parameters)
     except ImportError:
         return []
 
 
-def _named(owner: str) -> Any:
-    """The class with that dotted name."""
-    module, _, name = owner.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
-def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+def flat(tree: Mapping[str, Any]) -> Settings:
     """Nested mappings as {dotted name: value}; anything that is not a mapping is a value."""
-    leaves: dict[str, Any] = {}
+    leaves: Settings = {}
     for key, value in tree.items():
         if isinstance(value, dict):
             leaves |= {f"{key}.{name}": leaf for name, leaf in flat(value).items()}
@@ -269,7 +270,7 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     return leaves
 
 
-def with_values(tree: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def with_values(tree: dict[str, Any], settings: Settings) -> dict[str, Any]:
     """The tree, with these values in its blocks, by dotted name; nothing is checked."""
     for name, value in settings.items():
         block, _, key = name.rpartition(".")
@@ -350,11 +351,12 @@ def read(name: str) -> Document:
 
 def with_overrides(document: Document, overrides: Overrides) -> Document:
     """The profile with some values replaced, checked again as a whole."""
-    values = {name: value for name, (value, _) in overrides.items()}
-    reasons = {name: reason for name, (_, reason) in overrides.items()}
-    if "sft.num_train_epochs" in values:
-        values.setdefault("sft.max_steps", -1)  # steps would end the run first
-        reasons.setdefault("sft.max_steps", reasons["sft.num_train_epochs"])
+    changes = dict(overrides)
+    if "sft.num_train_epochs" in changes:
+        _, reason = changes["sft.num_train_epochs"]
+        changes.setdefault("sft.max_steps", (-1, reason))  # steps would end the run first
+    values = {name: value for name, (value, _) in changes.items()}
+    reasons = {name: reason for name, (_, reason) in changes.items()}
     if values.get("quantization.load_in_4bit") and document.profile.method == "auto":
         values.setdefault("method", "qlora")  # whoever asks for 4 bits wants them
     tree = document.profile.model_dump()
@@ -374,9 +376,9 @@ def read_table(name: str, model: type[Entry]) -> dict[str, Entry]:
     return entries
 
 
-def settings_in(text: str) -> dict[str, Any]:
+def settings_in(text: str) -> Settings:
     """`sft.learning_rate=1e-4, lora.r=64` as {dotted name: value}, values read as a profile's; not yet checked."""
-    settings: dict[str, Any] = {}
+    settings: Settings = {}
     for part in re.split(r",(?![^\[]*\])(?![^{]*\})", text):
         if not part.strip():
             continue
@@ -393,7 +395,7 @@ def settings_in(text: str) -> dict[str, Any]:
     return former_names.translated(settings)
 
 
-def settings_text(settings: Mapping[str, Any]) -> str:
+def settings_text(settings: Settings) -> str:
     """The same as text again."""
     return ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in settings.items())
 
@@ -443,17 +445,16 @@ def _problems(error: ValidationError, known: Sequence[str]) -> list[str]:
     """What pydantic found, a line for each name."""
     by_name: dict[str, list[str]] = {}
     for item in error.errors(include_url=False):
-        if item["type"] == "value_error":  # of a pair, which is checked only where nothing else is wrong
+        kind = item["type"]
+        if kind == "value_error":  # of a pair, which is checked only where nothing else is wrong
             return [str(item["ctx"]["error"])]
         name = ".".join(map(str, item["loc"][:2])) or tr("the file")  # deeper are the types of a union
-        kind = item["type"]
         if kind == "missing":
             text = tr("missing")
         elif kind == "extra_forbidden":
             text = tr("unknown key") + _did_you_mean(name, known)
         else:
-            seen = reprlib.repr(item["input"])
-            text = tr("{wanted}, not {seen}", wanted=item["msg"], seen=seen)
+            text = _unmet(item)
         by_name.setdefault(name, []).append(text)
     return [f"{name}: {tr(' or ').join(texts)}" for name, texts in by_name.items()]
 
@@ -476,6 +477,7 @@ def _did_you_mean(name: str, known: Sequence[str]) -> str:
     """A hint at the name that was probably meant, in whatever block."""
     leaves = {key.rpartition(".")[2]: key for key in known}
     leaf = name.rpartition(".")[2]
-    for near in difflib.get_close_matches(leaf, leaves, n=1):
-        return tr(", did you mean {name}?", name=leaves[near])
-    return ""
+    near = difflib.get_close_matches(leaf, leaves, n=1)
+    if not near:
+        return ""
+    return tr(", did you mean {name}?", name=leaves[near[0]])

@@ -5,9 +5,10 @@ Profiles, `SET` and runs of that time are read through this one table; nothing e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+Settings = dict[str, Any]  # {dotted name: value}
+Fingerprint = dict[str, Any]  # what a training was made with, in blocks
 RENAMED = {  # values kept as they are
     "lora.rank": "lora.r",
     "lora.alpha": "lora.lora_alpha",
@@ -58,9 +59,9 @@ DROPPED = "train.shorten"  # without effect any more
 FORMER = (*RENAMED, *CHANGED, BATCH, DROPPED)
 
 
-def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
+def translated(settings: Settings) -> Settings:
     """Settings by dotted name, with the names and values of today."""
-    today: dict[str, Any] = {}
+    today: Settings = {}
     for name, value in settings.items():
         for new, values in CHANGED.get(name, {}).items():
             today[new] = values.get(str(value), value)
@@ -75,7 +76,7 @@ def translated(settings: Mapping[str, Any]) -> dict[str, Any]:
     return today
 
 
-def _step(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _step(settings: Settings) -> Settings:
     """The rows of an optimizer step, which was `train.batch`: packed rows where rows are packed, else conversations."""
     batch = settings[BATCH]
     size = settings.get(MICRO_BATCH, "auto")
@@ -85,9 +86,8 @@ def _step(settings: Mapping[str, Any]) -> dict[str, Any]:
         conversations = batch
     else:
         size = 1 if size == "auto" else size  # packed rows are no number of conversations
-        accumulation = f"{batch} / {size}"  # no number: the schema says so
-        if type(batch) is type(size) is int and size and batch % size == 0:
-            accumulation = batch // size
+        is_whole = isinstance(batch, int) and isinstance(size, int) and size and batch % size == 0
+        accumulation = batch // size if is_whole else f"{batch} / {size}"  # no number: the schema says so
     return {
         "sft.per_device_train_batch_size": size,
         "sft.gradient_accumulation_steps": accumulation,
@@ -95,7 +95,7 @@ def _step(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def fingerprint(former: dict[str, Any]) -> dict[str, Any]:
+def fingerprint(former: Fingerprint) -> Fingerprint:
     """The fingerprint of a training, as it would be written today."""
     if "train" not in former:
         return former
@@ -112,6 +112,6 @@ def fingerprint(former: dict[str, Any]) -> dict[str, Any]:
     return today
 
 
-def _block(former: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _block(former: str, values: Settings) -> Settings:
     today = translated({f"{former}.{name}": value for name, value in values.items()})
     return {name.rpartition(".")[2]: value for name, value in today.items()}

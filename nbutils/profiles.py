@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from nbutils import config, distributed, hardware, models
-from nbutils.config import SFT, Document, Overrides, Profile, flat, load, names
+from nbutils.config import Document, Overrides, Profile, flat, load, names
 from nbutils.errors import CourseError
+from nbutils.former_names import Fingerprint, Settings
 from nbutils.hardware import GPU, Choice
 from nbutils.language import joined, tr
 from nbutils.models import Shape
@@ -54,7 +54,7 @@ class Resolved:
     as_written: Profile = field(repr=False)  # the profile before any `auto` value was decided
     reasons: dict[str, str] = field(repr=False)
     rows: Rows | None = None  # those it is settled for
-    set_values: dict[str, Any] = field(default_factory=dict)  # what SET replaced in the profile
+    set_values: Settings = field(default_factory=dict)  # what SET replaced in the profile
     begun: Begun = field(default_factory=Begun)  # what a resumed run keeps of its first session
 
 
@@ -150,7 +150,7 @@ def _read(name: str, overrides: Callable[[str], Overrides], gpu: GPU | None) -> 
     return document
 
 
-def keep_begun(resolved: Resolved, fingerprint: Mapping[str, Any], validation_rows: int = 0) -> Resolved:
+def keep_begun(resolved: Resolved, fingerprint: Fingerprint, validation_rows: int = 0) -> Resolved:
     """The profile for a resumed run: it keeps its rows per step, if these processes can share them evenly.
 
     It keeps its validation rows too: losses on other rows could not be compared.
@@ -174,17 +174,10 @@ def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
     decided |= _by_machine(as_written, resolved.gpu)
     decided |= _by_plan(apply(as_written, decided), as_written, shape, resolved.gpu, rows)
     profile = apply(as_written, decided)
-    reasons = dict(resolved.reasons)
-    for name, choice in decided.items():
-        if choice.reason:
-            reasons[name] = choice.reason
-    choices = {
-        "profile": resolved.choices["profile"],
-        "model": resolved.choices["model"],
-    }
-    settings = flat(profile.model_dump())
-    for name, value in settings.items():
-        choices[name] = Choice(value, reasons.get(name, ""))
+    choices = dict(resolved.choices)
+    for name, value in flat(profile.model_dump()).items():
+        reason = decided[name].reason if name in decided else ""
+        choices[name] = Choice(value, reason or resolved.reasons.get(name, ""))
     return replace(
         resolved,
         profile=profile,
@@ -232,10 +225,12 @@ def _by_plan(profile: Profile, as_written: Profile, shape: Shape | None, gpu: GP
             limit=limit,
         )
     else:
-        step = rows_per_step(profile.sft, processes)
-        size = int(profile.sft.per_device_train_batch_size)  # one row, unless the profile names it
+        sft = profile.sft
+        step = rows_per_step(sft, processes)
+        size = int(sft.per_device_train_batch_size)  # one row, unless the profile names it
         if gpu is None and "per_device_train_batch_size" in names:
-            size = distributed.micro_batch_for(step, _most_rows_on_cpu(profile.sft, rows), processes)
+            most = max(1, int(CPU_TOKENS / rows.mean)) if rows and not sft.packing else CPU_ROWS
+            size = distributed.micro_batch_for(step, most, processes)
         recipe = Recipe(
             per_device_train_batch_size=size,
             gradient_accumulation_steps=step // processes // size,
@@ -243,9 +238,3 @@ def _by_plan(profile: Profile, as_written: Profile, shape: Shape | None, gpu: GP
         )
         reason = tr("plan: there is no GPU, or the size of this model is not known before its download: a safe value")
     return {f"sft.{name}": Choice(getattr(recipe, name), reason) for name in names}
-
-
-def _most_rows_on_cpu(sft: SFT, rows: Rows | None) -> int:
-    if rows and not sft.packing:
-        return max(1, int(CPU_TOKENS / rows.mean))
-    return CPU_ROWS

@@ -9,10 +9,10 @@ import tempfile
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-import numpy as np
 import orjson
 from tqdm import tqdm
 
@@ -32,7 +32,7 @@ from nbutils.data.card import (
 )
 from nbutils.data.dedupe import digests, find_repeated, row_text
 from nbutils.data.read import find_files, read_rows
-from nbutils.data.rows import ChatRow, RowError, check_row, parse_mapping
+from nbutils.data.rows import ChatRow, Json, RowError, check_row, parse_mapping
 from nbutils.data.texts import Kind, Problem, short, shown
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, SAMPLES, replacement, write_json
@@ -47,10 +47,7 @@ HELD_OUT = re.compile(
 REPEATED: tuple[Kind, ...] = ("duplicate", "leak", "near_duplicate", "near_leak")
 BUNDLED = "the bundled sample"
 GROUP_END = b"\1"  # in the hash of a source: ends the training files, and the held-out ones
-IN_TRAIN = 0  # the sides on which a row can end that passed its own check
-IN_EVAL = 1
-OVER_LIMIT = 2
-NEAR_COPY = 3
+Side = Literal["train", "eval", "over_limit", "near_copy"]  # on which a row can end that passed its own check
 ACCEPTED = "accepted.jsonl"
 MOST_SHOWN = 3  # rejections or warnings of each kind
 LANGUAGES = ("zh", "en", "other")
@@ -90,9 +87,8 @@ def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], 
     """Training files and held-out files: `eval_source`, or else what is called `eval`, `test`, `valid` or the like."""
     if not any(sources):
         return [SAMPLES / TRAIN], find_files(eval_source or str(SAMPLES / EVAL))
-    files = []
-    for source in sources:
-        files += [file for file in find_files(source) if file not in files]
+    found = chain.from_iterable(map(find_files, sources))
+    files = list(dict.fromkeys(found))  # each once
     if eval_source:
         return files, find_files(eval_source)
     shared = os.path.commonpath([file.absolute().parent for file in files])
@@ -153,13 +149,12 @@ class Build:
         self.train_files = train
         self.eval_files = held_out
         self.file = ""  # the name of the one being read
-        self.row_numbers = dict[int, int]()  # by digest of the row
-        self.eval_prompts = dict[int, int]()  # row numbers by digest of the prompt
-        self.file_numbers = array("I")  # this and the next four: one entry for each accepted row
-        self.line_numbers = array("Q")
-        self.keys = array("Q")  # digests of the rows
-        self.sides = array("B")
-        self.offsets = array("Q", [0])  # in ACCEPTED; the last is its end
+        self.numbers = dict[int, int]()  # of the accepted rows, from 0, by digest of the row
+        self.eval_prompts = dict[int, int]()  # numbers of the held-out rows by digest of the prompt
+        self.sides = list[Side]()  # this and the next three have one entry for each accepted row
+        self.names = list[str]()  # of its file
+        self.lines = array("Q")  # in its file
+        self.offsets = array("Q", [0])  # in ACCEPTED, and the end of the last
 
     def run(self) -> None:
         """Read and count all rows; write ACCEPTED and REJECTED to the temporary folder."""
@@ -168,15 +163,15 @@ class Build:
             open(self.folder / ACCEPTED, "x+b") as self.accepted,
         ):
             for file in self.eval_files:  # before the training files, whose rows are compared with them
-                self._add_file(file, IN_EVAL)
+                self._add_file(file, "eval")
             for file in self.train_files:
-                self._add_file(file, IN_TRAIN)
-            if self.card.near and self.sides:
+                self._add_file(file, "train")
+            if self.card.near and self.numbers:
                 self._leave_out_near_duplicates()
         self._choose_splits()
         self._complete_card()
 
-    def _add_file(self, file: Path, side: int) -> None:
+    def _add_file(self, file: Path, side: Side) -> None:
         """Check and add every row of a file, which is called by its path if another one has its name."""
         self.file = str(file) if file.name in self.card.files else file.name
         self.card.files[self.file] = 0
@@ -191,39 +186,41 @@ class Build:
             self.card.files[self.file] += 1
             checked = check_row(row, self.card.columns, self.card.repair)
             if isinstance(checked, RowError):
-                self._reject(self.file, checked.line, checked.raw, checked.problems)
+                self._reject(checked._replace(file=self.file))
             else:
                 self._add(checked, side)
 
-    def _add(self, row: ChatRow, side: int) -> None:
+    def _add(self, row: ChatRow, side: Side) -> None:
         """Reject a row that was there before, or store it."""
-        stored: dict[str, Any] = {"messages": row.messages}
+        stored: Json = {"messages": row.messages}
         if row.tools:
             stored["tools"] = row.tools
-        key, prompt = digests(row, numbers=bool(self.eval_files))
-        if not self.eval_files:  # the digest is a fixed random number: a prompt is always on the same side
-            side = IN_EVAL if prompt / 2**64 < self.card.eval_fraction else IN_TRAIN
-        place = (self.file, row.line)
-        if side == IN_TRAIN and prompt in self.eval_prompts:
-            self._reject_copy(place, stored, "leak", self.eval_prompts[prompt])
-        elif key in self.row_numbers:
-            self._reject_copy(place, stored, "duplicate", self.row_numbers[key])
+        digest, prompt = digests(row, numbers=bool(self.eval_files))
+        if not self.eval_files:  # a digest is a fixed random number: a prompt is always on the same side
+            side = "eval" if prompt / 2**64 < self.card.eval_fraction else "train"
+        if side == "train" and prompt in self.eval_prompts:
+            self._reject_copy(self.file, row.line, stored, "leak", self.eval_prompts[prompt])
+        elif digest in self.numbers:
+            self._reject_copy(self.file, row.line, stored, "duplicate", self.numbers[digest])
         else:
-            if side == IN_EVAL:
-                self.eval_prompts[prompt] = len(self.keys)
-            self._store(row, stored, key, side)
+            if side == "eval":
+                self.eval_prompts[prompt] = len(self.numbers)
+            self.numbers[digest] = len(self.numbers)
+            self._store(row.line, stored, side)
+            self._count(row)
 
-    def _store(self, row: ChatRow, stored: dict[str, Any], key: int, side: int) -> None:
-        """Write a row to ACCEPTED, remember where, and count it."""
-        line = orjson.dumps(stored, option=orjson.OPT_APPEND_NEWLINE)
-        self.accepted.write(line)
-        self.row_numbers[key] = len(self.keys)
-        self.file_numbers.append(len(self.card.files) - 1)
-        self.line_numbers.append(row.line)
-        self.keys.append(key)
+    def _store(self, line: int, stored: Json, side: Side) -> None:
+        """Write a row to ACCEPTED, and remember where it is from and where it goes."""
         self.sides.append(side)
-        self.offsets.append(self.offsets[-1] + len(line))
-        self._count(row.messages, 1)
+        self.names.append(self.file)
+        self.lines.append(line)
+        content = orjson.dumps(stored, option=orjson.OPT_APPEND_NEWLINE)
+        self.accepted.write(content)
+        self.offsets.append(self.offsets[-1] + len(content))
+
+    def _count(self, row: ChatRow) -> None:
+        """Count what is in an accepted row, and what was done or is to be said about it."""
+        self._count_text(row.messages, 1)
         if row.trimmed:
             self.card.trimmed += 1
         for warning in row.warnings:
@@ -239,79 +236,67 @@ class Build:
             )
             self.card.examples.append(str(example))
 
-    def _place_of(self, number: int) -> tuple[str, int]:
-        """The file and line of an accepted row."""
-        files = list(self.card.files)
-        return files[self.file_numbers[number]], self.line_numbers[number]
-
-    def _reject_copy(self, place: tuple[str, int], row: dict[str, Any], kind: Kind, original: int) -> None:
-        """Reject a row that resembles an accepted one."""
-        file, line = self._place_of(original)
-        seen = tr("one like {file} line {line}", file=file, line=line)
-        self._reject(*place, row, [Problem(kind, tr("the row"), seen)])
-
-    def _count(self, messages: list[dict[str, Any]], change: int) -> None:
+    def _count_text(self, messages: list[Json], change: int) -> None:
         """Count the language and length of a row; a `change` of -1 takes it back."""
         text = "".join(message["content"] for message in messages)
         self.card.languages[language_of(text)] += change
         self.card.characters[BIN_NAMES[bisect_left(BINS, len(text))]] += change
 
-    def _reject(self, file: str, line: int, raw: Any, problems: Sequence[Problem]) -> None:
+    def _reject_copy(self, file: str, line: int, row: Json, kind: Kind, kept: int) -> None:
+        """Reject a row that resembles an accepted one."""
+        seen = tr("one like {file} line {line}", file=self.names[kept], line=self.lines[kept])
+        self._reject(RowError(file, line, row, (Problem(kind, tr("the row"), seen),)))
+
+    def _reject(self, error: RowError) -> None:
         """Count a row that is not used, and write it to REJECTED."""
-        first = problems[0]
+        first = error.problems[0]
         self.card.reasons[first.kind] += 1
         if self.card.reasons[first.kind] <= MOST_SHOWN:
-            self.card.problems.append(Rejection(file=file, line=line, **vars(first)))
-        entry: dict[str, Any] = {
-            "file": file,
-            "line": line,
-            "problems": problems,
-            "row": raw,
-        }
+            self.card.problems.append(Rejection(file=error.file, line=error.line, **vars(first)))
+        entry = error._asdict()
+        entry["row"] = entry.pop("raw")
         try:
             text = orjson.dumps(entry, default=str)
         except TypeError:  # orjson refuses lone surrogates and deep nesting: write a short text instead
-            entry["row"] = shown(short(raw))
+            entry["row"] = shown(short(error.raw))
             text = orjson.dumps(entry)
         self.rejected.write(text + b"\n")
 
-    def _stored_row(self, number: int) -> dict[str, Any]:
+    def _stored_row(self, number: int) -> Json:
         self.accepted.seek(self.offsets[number])
         return orjson.loads(self.accepted.readline())
 
     def _leave_out_near_duplicates(self) -> None:
         """Reject near duplicates; held-out rows come first, so that of two similar rows the training row goes."""
-        held_out = self.sides.count(IN_EVAL)
-        order = np.argsort(np.array(self.sides) != IN_EVAL, kind="stable")
+        order = sorted(self.numbers.values(), key=lambda number: self.sides[number] == "train")
         repeated = find_repeated(
             self.card.near,
             len(order),
             lambda position: row_text(**self._stored_row(order[position])),
         )
-        for copy, original in sorted(repeated.items()):
-            number = order[copy]
-            self.sides[number] = NEAR_COPY
-            row = self._stored_row(number)
-            self._count(row["messages"], -1)
-            kind: Kind = "near_duplicate"
-            if self.eval_files and original < held_out <= copy:
-                kind = "near_leak"
-            self._reject_copy(self._place_of(number), row, kind, order[original])
+        for position, earlier in sorted(repeated.items()):
+            copy = order[position]
+            kept = order[earlier]
+            row = self._stored_row(copy)
+            self._count_text(row["messages"], -1)
+            is_leak = self.eval_files and self.sides[copy] == "train" and self.sides[kept] == "eval"
+            kind: Kind = "near_leak" if is_leak else "near_duplicate"
+            self._reject_copy(self.names[copy], self.lines[copy], row, kind, kept)
+            self.sides[copy] = "near_copy"
 
     def _choose_splits(self) -> None:
         """Hold out one row if none is, and keep as many training rows as `limit` says.
 
         They are taken in the order of their digests, a fixed shuffle: a smaller set is part of every larger one.
         """
-        train = [number for number, side in enumerate(self.sides) if side == IN_TRAIN]
-        train.sort(key=self.keys.__getitem__)
-        no_eval = not self.eval_files and IN_EVAL not in self.sides
+        train = [number for _, number in sorted(self.numbers.items()) if self.sides[number] == "train"]
+        no_eval = not self.eval_files and not self.eval_prompts
         if no_eval and len(train) > 1:
             first = train.pop(0)
-            self.sides[first] = IN_EVAL
+            self.sides[first] = "eval"
         if self.card.limit:
             for number in train[self.card.limit :]:
-                self.sides[number] = OVER_LIMIT
+                self.sides[number] = "over_limit"
 
     def _complete_card(self) -> None:
         """Add the sums, and what identifies the files that were read."""
@@ -319,8 +304,8 @@ class Build:
         card.rows = card.files.total()
         card.rejected = card.reasons.total()
         card.accepted = card.rows - card.rejected
-        card.train = self.sides.count(IN_TRAIN)
-        card.eval = self.sides.count(IN_EVAL)
+        card.train = self.sides.count("train")
+        card.eval = self.sides.count("eval")
         card.unused = card.accepted - card.train - card.eval
         card.duplicates = sum(card.reasons[kind] for kind in REPEATED)
         card.source_sha256 = hash_files(
@@ -336,10 +321,10 @@ class Build:
             replacement(out / TRAIN) as train,
             replacement(out / EVAL) as held_out,
         ):
-            files = {IN_TRAIN: train, IN_EVAL: held_out}
-            for side, line in zip(self.sides, rows, strict=True):
+            files = {"train": train, "eval": held_out}
+            for side, row in zip(self.sides, rows, strict=True):
                 if side in files:
-                    files[side].write(line)
+                    files[side].write(row)
         self.card.fingerprint = hash_files([out / TRAIN, out / EVAL])
         write_json(out / CARD, self.card.model_dump())
 

@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
 from nbutils import display
 from nbutils.data import evidence
-from nbutils.data.rows import Row, RowError, check_row
+from nbutils.data.rows import Json, Row, RowError, check_row
 from nbutils.data.texts import find_private, shown
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK
@@ -97,7 +96,7 @@ class DataCard(BaseModel):
             lines.append([tr("lengths"), counts_text(self.lengths.items())])
         return "\n".join([display.columns_of(lines), *display.wrap(evidence.remark(self.eval))])
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """What goes into the facts.json of a lesson."""
         return self.model_dump(include={"rows", "accepted", "rejected", "train", "eval", "fingerprint", "warnings"})
 
@@ -158,7 +157,7 @@ def new_run_todo(out: Path) -> str:
     )
 
 
-def load(out: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def load(out: Path) -> tuple[list[Json], list[Json]]:
     """The verified train and eval rows.
 
     Example:
@@ -168,13 +167,13 @@ def load(out: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return stored_rows(out / TRAIN), stored_rows(out / EVAL)
 
 
-def stored_rows(path: Path) -> list[dict[str, Any]]:
+def stored_rows(path: Path) -> list[Json]:
     """The rows of a file the course wrote."""
     with open(path, "rb") as file:
         return [json.loads(line) for line in file]
 
 
-def row_to_show(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def row_to_show(rows: Sequence[Json]) -> Json:
     """The first row without private data, if there is one; else the first."""
     public = (row for row in rows if not any(find_private(str(row))))
     return next(public, rows[0])

@@ -14,6 +14,7 @@ from typing import Any
 from nbutils import models, plan
 from nbutils.data.build import Build, find_sources
 from nbutils.data.card import EVAL, NEAR_OVERLAP, REJECTED, TRAIN, DataCard, stored_rows
+from nbutils.data.rows import Json
 from nbutils.errors import CourseError
 from nbutils.language import tr
 
@@ -32,7 +33,7 @@ class DataReport:
     rejected_file: Path | None
     next: list[str]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """The report for programs."""
         return self.card.model_dump() | {"columns": self.columns, "next": self.next}
 
@@ -58,6 +59,7 @@ def check(
         `print(check(["my_rows.jsonl"], columns="user=title, assistant=reply"))`
     """
     _require_new(out, rejected)
+    rejected_in_out = out and out / REJECTED
     card = DataCard(source=", ".join(sources), columns=columns, near=near, repair=repair)
     with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as scratch:  # no part of the report
         tokenizer = models.load_tokenizer(model, "--model") if model or max_length else None
@@ -66,8 +68,9 @@ def check(
         build.publish(build.folder)
         if tokenizer and card.accepted:
             card.lengths = _token_lengths(build.folder, tokenizer, max_length)
-        mean = card.lengths.get("mean") or _estimated_length(build)
-        for path in filter(None, (rejected, out and out / REJECTED)):
+        bytes_per_row = build.offsets[-1] / max(len(build.numbers), 1)
+        mean = card.lengths.get("mean") or bytes_per_row / BYTES_PER_TOKEN + TEMPLATE_TOKENS
+        for path in filter(None, (rejected, rejected_in_out)):
             path.parent.mkdir(parents=True, exist_ok=True)
             build.publish_rejected(path)
         if out and card.train and card.eval:
@@ -76,7 +79,7 @@ def check(
     return DataReport(
         card=card,
         columns=unknown[0].split(", ") if unknown else [],
-        rejected_file=rejected or (out and out / REJECTED),
+        rejected_file=rejected or rejected_in_out,
         next=_next_steps(card, mean, estimated=not model),
     )
 
@@ -105,12 +108,6 @@ def _token_lengths(folder: Path, tokenizer: Any, max_length: int) -> dict[str, i
         over = sum(length > max_length for length in filtered.lengths)
         lengths |= {"max_length": max_length, "over": over}
     return lengths
-
-
-def _estimated_length(build: Build) -> float:
-    """Mean tokens of a row, without a tokenizer."""
-    mean_size = build.offsets[-1] / max(len(build.sides), 1)
-    return mean_size / BYTES_PER_TOKEN + TEMPLATE_TOKENS
 
 
 def _next_steps(card: DataCard, mean_length: float, estimated: bool) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nbutils.data.rows import ChatRow
+from nbutils.data.rows import ChatRow, Json
 
 SEPARATOR = "\x1e"  # a control character, which no checked row holds: it stands between texts
 NUMERALS = "0123456789〇零一二两三四五六七八九十百千万亿"
@@ -63,7 +63,7 @@ def digests(row: ChatRow, numbers: bool) -> tuple[int, int]:
     return _hash(whole), _hash(question)
 
 
-def _field(message: dict[str, Any]) -> str:
+def _field(message: Json) -> str:
     extras = dict(message)
     role = extras.pop("role")
     content = extras.pop("content")
@@ -102,9 +102,7 @@ def _exact_table() -> np.ndarray:
 
 
 def _is_exact(character: str) -> bool:
-    if character in NUMERALS + SYMBOLS + SEPARATOR:
-        return True
-    return unicodedata.category(character) in ("Sm", "Sc")
+    return character in NUMERALS + SYMBOLS + SEPARATOR or unicodedata.category(character) in ("Sm", "Sc")
 
 
 def _compared_as(character: str) -> int:
@@ -120,7 +118,7 @@ def _compared_as(character: str) -> int:
     return ord(simple)
 
 
-def row_text(messages: list[dict[str, Any]], tools: Any = None) -> RowText:
+def row_text(messages: list[Json], tools: Any = None) -> RowText:
     """What is compared of a row."""
     texts = [f"{message['content']}{message.get('tool_calls', '')}" for message in messages]
     system = texts.pop(0) if messages[0]["role"] == "system" else ""
@@ -137,11 +135,8 @@ def _numbers_and_symbols(codes: np.ndarray) -> list[str]:
     exact = _exact_table().take(codes)
     kept = np.where(exact, codes, ord(" "))
     texts = _decoded(kept).split(SEPARATOR)
-    numbers = []
-    for text in texts:
-        words = text.split()
-        numbers.append(" ".join(words))
-    return numbers
+    found = [text.split() for text in texts]
+    return [" ".join(words) for words in found]
 
 
 def _trigrams(codes: np.ndarray) -> np.ndarray:

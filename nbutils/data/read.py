@@ -22,6 +22,7 @@ from nbutils.files import SAMPLES, require_inside
 from nbutils.language import tr
 from nbutils.platforms import network
 
+Formats = tuple[str, ...]
 TEXT = (".jsonl", ".json", ".csv", ".tsv")
 FORMATS = (*TEXT, ".parquet", ".arrow")
 COMPRESSED = (".gz", ".zst")  # after the ending of a text
@@ -32,10 +33,11 @@ CHUNK = 1 << 20  # bytes read at a time
 LONGEST_LINE = 64 << 20  # characters, also of a csv value; a longer one would not fit many a machine's memory
 LARGEST_DOCUMENT = 512 << 20  # characters of a json file
 PARQUET_ROWS = 8  # at a time: each may hold a value of many megabytes
+Rows = Iterator[Row | RowError]
 DAMAGED = (EOFError, OSError, ValueError, NotImplementedError, zlib.error)  # of gzip, pyarrow and long lines
 
 
-def read_rows(path: Path | str) -> Iterator[Row | RowError]:
+def read_rows(path: Path | str) -> Rows:
     """Every row of one file, or of each file of a folder or hub dataset in turn.
 
     Example:
@@ -54,7 +56,7 @@ def read_rows(path: Path | str) -> Iterator[Row | RowError]:
             yield _error(file, line + 1, "damaged_file", tr("the file"), seen)
 
 
-def _rows_of(file: Path) -> Iterator[Row | RowError]:
+def _rows_of(file: Path) -> Rows:
     form = format_of(file)
     if form in (".jsonl", ".json"):
         return _json_rows(file)
@@ -69,7 +71,7 @@ def _too_long(file: Path, line: int, limit: int) -> RowError:
     return _error(file, line, "long_line", tr("the row"), tr("over {mib} MiB", mib=limit >> 20))
 
 
-def format_of(path: Path, formats: tuple[str, ...] = FORMATS) -> str:
+def format_of(path: Path, formats: Formats = FORMATS) -> str:
     """The format by the name, whether compressed or not; empty if it is none of these."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSED:
@@ -88,7 +90,7 @@ def local_path(source: str) -> Path:
     return platforms.find_input(inputs, source) or path
 
 
-def hub_dataset(source: str, formats: tuple[str, ...] = FORMATS) -> re.Match[str] | None:
+def hub_dataset(source: str, formats: Formats = FORMATS) -> re.Match[str] | None:
     """The repo and the folder of a hub dataset, if the source names one, and nothing on this machine."""
     name = HUB_NAME.fullmatch(source)
     if name is None or local_path(source).parent.exists():
@@ -97,7 +99,7 @@ def hub_dataset(source: str, formats: tuple[str, ...] = FORMATS) -> re.Match[str
     return None if names_a_file else name
 
 
-def find_files(source: str, formats: tuple[str, ...] = FORMATS) -> list[Path]:
+def find_files(source: str, formats: Formats = FORMATS) -> list[Path]:
     """The data files a source stands for: a file, a folder, attached data (Kaggle), a bundled or a hub dataset."""
     hub = hub_dataset(source, formats)
     if hub:
@@ -173,7 +175,7 @@ def _lines(text: TextIO) -> Iterator[str]:
         yield line
 
 
-def _json_rows(file: Path) -> Iterator[Row | RowError]:
+def _json_rows(file: Path) -> Rows:
     """The rows of an array, or one of each line, whatever the name of the file says."""
     with open_text(file) as text:
         is_array = text.readline(HEAD).lstrip().startswith("[")
@@ -184,7 +186,7 @@ def _json_rows(file: Path) -> Iterator[Row | RowError]:
             yield from _json_lines(file, text)
 
 
-def _array_rows(file: Path, document: str) -> Iterator[Row | RowError]:
+def _array_rows(file: Path, document: str) -> Rows:
     if len(document) > LARGEST_DOCUMENT:
         yield _too_long(file, 1, LARGEST_DOCUMENT)
         return
@@ -201,7 +203,7 @@ def _array_rows(file: Path, document: str) -> Iterator[Row | RowError]:
         yield Row(file.name, number, row)
 
 
-def _json_lines(file: Path, text: TextIO) -> Iterator[Row | RowError]:
+def _json_lines(file: Path, text: TextIO) -> Rows:
     for number, line in enumerate(_lines(text), start=1):
         line = line.strip()
         try:
@@ -218,7 +220,7 @@ def _malformed(file: Path, line: int, text: str, problem: Exception) -> RowError
     return _error(file, line, "malformed_json", place, seen, raw=text[:2000])
 
 
-def _table_rows(file: Path) -> Iterator[Row | RowError]:
+def _table_rows(file: Path) -> Rows:
     """The rows under the names of the first line."""
     csv.field_size_limit(LONGEST_LINE)
     with open_text(file) as text:
@@ -247,7 +249,7 @@ def _table_rows(file: Path) -> Iterator[Row | RowError]:
             yield _error(file, end + 1, "malformed_csv", tr("the line"), seen)
 
 
-def _arrow_rows(file: Path) -> Iterator[Row | RowError]:
+def _arrow_rows(file: Path) -> Rows:
     """Rows of a parquet file, or of a file that `datasets` wrote; no long ones become Python's objects together."""
     import pyarrow.ipc
     import pyarrow.parquet

@@ -62,8 +62,9 @@ KINDS: dict[str, Kind] = {  # of pydantic's errors; the others are a wrong type
     "too_short": "empty",
 }
 _BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
-Json = dict[str, Any]
-Parts = dict[str, tuple[str, ...]]  # the columns of each part of a row
+Json = dict[str, Any]  # an object of JSON: a row, a message, a tool, a report
+Columns = tuple[str, ...]
+Parts = dict[str, Columns]  # the columns of each part of a row
 
 
 class Row(NamedTuple):
@@ -182,7 +183,7 @@ def parse_mapping(text: str) -> Parts:
 
 
 @lru_cache(maxsize=1024)
-def layout_of(columns: tuple[str, ...], mapping: str = "") -> Parts:
+def layout_of(columns: Columns, mapping: str = "") -> Parts:
     """Which columns hold which part; decided once for all rows that have the same columns."""
     known = {_normalized(column): column for column in reversed(columns)}
     names = ", ".join(columns)
@@ -328,7 +329,7 @@ def _from_columns(role: str, raw: Json, parts: Parts) -> Turn:
     return Turn(place, message)
 
 
-def _text_of(raw: Json, columns: tuple[str, ...]) -> str:
+def _text_of(raw: Json, columns: Columns) -> str:
     """The text of one column, or the texts of several with line breaks between."""
     texts = []
     for column in columns:
