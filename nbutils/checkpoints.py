@@ -30,6 +30,7 @@ from nbutils.config import flat
 from nbutils.disk import folder_gib, require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, read_json, read_object, sha256
+from nbutils.former_names import Fingerprint, Settings
 from nbutils.language import joined, tr
 
 NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")  # as the trainer writes it
@@ -41,7 +42,6 @@ BEGAN_ANEW = "began_anew.txt"
 RETRY_SECONDS = 1.0  # before a disk that gave an error is read again; then three and nine times as long
 PAUSE = 20.0  # before the copy of a checkpoint is tried again
 _RUNNING: dict[Path, CheckpointSync] = {}  # by outbox
-Fingerprint = dict[str, Any]
 
 
 class StoredCheckpoint(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -279,7 +279,7 @@ def newest_verified(
     return None
 
 
-def _differences(kept: dict[str, Any], requested: dict[str, Any]) -> str:
+def _differences(kept: Settings, requested: Settings) -> str:
     """Where two fingerprints differ."""
     texts = []
     for name in sorted(kept.keys() | requested.keys()):

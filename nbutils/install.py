@@ -22,7 +22,7 @@ from packaging.version import Version
 from nbutils import platforms
 from nbutils.errors import CourseError
 from nbutils.files import DISTRIBUTION, read_json, sha256
-from nbutils.language import tr
+from nbutils.language import last_lines, tr
 from nbutils.masking import without_secrets
 
 TORCH = ">=2.8"  # as in pyproject.toml; an older one is left alone: driver and CUDA of its image belong to it
@@ -163,7 +163,7 @@ def pip_install(required: list[str], wheels: Path | None = None) -> None:
         tr(
             "pip could not install the missing packages from {source}:\n{tail}",
             source=wheels or tr("the package index"),
-            tail="\n".join(done.stderr.strip().splitlines()[-8:]),
+            tail=last_lines(done.stderr, 8),
         ),
         todo=tr(
             "Switch the network on (Kaggle: Settings > Internet), or attach a folder that `make wheels "

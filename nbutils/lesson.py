@@ -335,14 +335,15 @@ def check(values: Facts, types: ParameterTypes) -> Facts:
         return parameters.model_validate(values).model_dump(exclude_unset=True)
     except ValidationError as problem:
         first = problem.errors()[0]
+        name = first["loc"][0]
+        seen = tr("Parameter {name} is {value!r}. {reason}.", name=name, value=first["input"], reason=first["msg"])
+        allowed = ""
+        if name not in types:
+            seen = tr("There is no parameter {name}.", name=name)
+            allowed = ", ".join(types)
         raise CourseError(
-            tr(
-                "Parameter {name} is {value!r}. {reason}.",
-                name=first["loc"][0],
-                value=first["input"],
-                reason=first["msg"],
-            ),
-            allowed=", ".join(types),
+            seen,
+            allowed=allowed,
             todo=tr("Correct it in the parameters cell, or after -p."),
         ) from problem
 

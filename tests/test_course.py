@@ -28,7 +28,7 @@ def test_lessons_are_chosen_by_number_or_name() -> None:
 def test_parameters_go_to_the_lessons_that_have_them() -> None:
     split = course.split_parameters({"MAX_STEPS": "5", "PROFILE": "tiny"}, ["01_environment", "03_qlora"])
     assert split == {"01_environment": {"PROFILE": "tiny"}, "03_qlora": {"PROFILE": "tiny", "MAX_STEPS": 5}}
-    with refused("Parameter MAX_STEP is "):
+    with refused("There is no parameter MAX_STEP."):
         course.split_parameters({"MAX_STEP": "5"}, ["03_qlora"])
 
 

@@ -68,7 +68,7 @@ def test_names_that_are_no_parameters_are_refused(collected: Any, monkeypatch: p
     monkeypatch.setattr(platforms, "in_kernel", lambda: True)
     cell = '# Parameters\nSTEPS = 5\nPAPERMILL_OUTPUT_PATH = "o"\n'
     assert collected("", In=["", "x = 1", cell, "Y = 2"])["STEPS"] == 3
-    with refused("Parameter STEPZ is 5. Extra inputs are not permitted.", "Allowed: STEPS, HOURS"):
+    with refused("There is no parameter STEPZ.", "Allowed: STEPS, HOURS"):
         collected("", In=[cell + "STEPZ = 5\n"], STEPZ=5)
 
 

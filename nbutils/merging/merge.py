@@ -36,7 +36,7 @@ from nbutils.merging.folder import (
     weights_fingerprint,
 )
 from nbutils.merging.weights import Factors, WeightPlan, compute_rows, plan_weights, read_factors, unties_head
-from nbutils.record import RunFolder
+from nbutils.record import Facts, RunFolder
 
 ONTO = ("full", "dequantized")
 MAX_WORKERS = 8
@@ -75,7 +75,7 @@ class MergeReport:
             dtype=self.dtype,
         )
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """The report for facts.json."""
         return {"merge": asdict(self) | {"folder": str(self.folder)}}
 
@@ -106,7 +106,7 @@ def merge_adapter(
         dtype = model.dtype
     four_bit = FOUR_BIT | dict(quantization or {}) if onto == "dequantized" else None
     plans = plan_weights(model, trained, dtype, four_bit)
-    about: dict[str, Any] = {  # the same on every machine
+    about: Facts = {  # the same on every machine
         "base": model.name,
         "base_mark": weights_fingerprint(model),
         "adapter": files.stamp(trained.path) or weights_fingerprint(trained),
@@ -199,9 +199,7 @@ def choose_folder(run: RunFolder, scratch: Path, gib: float) -> Path:
     return folder
 
 
-def _write_model(
-    model: ModelFolder, plans: Plans, report: MergeReport, about: dict[str, Any], adapter: Path
-) -> MergeReport:
+def _write_model(model: ModelFolder, plans: Plans, report: MergeReport, about: Facts, adapter: Path) -> MergeReport:
     """Write the shards, and the files beside them."""
     from tqdm.auto import tqdm
 

@@ -28,6 +28,8 @@ IMPORTS = "torch, transformers, vllm"
 TABLE: dict[str, Any] = yaml.safe_load((files.CONFIGS / "serving.yaml").read_text(encoding="utf-8"))
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
+Entry = dict[str, Any]  # of configs/serving.yaml
+Flags = dict[str, Any]  # of the engine, by name
 NOT_SERVED = ("use_dora", "modules_to_save", "trainable_token_indices", "rank_pattern", "alpha_pattern", "lora_bias")
 
 
@@ -40,7 +42,7 @@ class ServingEnvironment:
     env_vars: dict[str, str] = field(default_factory=dict)
 
 
-def build_for(engine: str) -> dict[str, Any]:
+def build_for(engine: str) -> Entry:
     """The first build of an engine that fits this machine's driver and Python; without a driver, the newest."""
     own_python = os.environ.get(f"{PREFIX}_PYTHON")  # an interpreter of the learner's has what it has
     driver = hardware.ask_driver("--query-gpu=driver_version", "--format=csv,noheader")
@@ -86,7 +88,7 @@ def ensure_environment(engine: str = "auto") -> ServingEnvironment:
     return ServingEnvironment(python, engine, variables)
 
 
-def row_for(gpu: hardware.GPU | None) -> dict[str, Any]:
+def row_for(gpu: hardware.GPU | None) -> Entry:
     """The row of a GPU's generation; that of the CPU, the last one, for None."""
     *generations, cpu = TABLE["gpus"]
     if gpu is None:
@@ -95,7 +97,7 @@ def row_for(gpu: hardware.GPU | None) -> dict[str, Any]:
     return dict(fitting[0])
 
 
-def flags_for(gpu: hardware.GPU | None, folder: Path) -> dict[str, Any]:
+def flags_for(gpu: hardware.GPU | None, folder: Path) -> Flags:
     """The flags this machine needs beyond what the lesson chooses.
 
     Example: flags_for(lesson.gpu, Path("runs/tiny/merged"))["dtype"]
@@ -127,7 +129,7 @@ def tensor_parallel(folder: Path, gpus: int) -> int:
     return size
 
 
-def normalize(flags: Mapping[str, Any]) -> dict[str, Any]:
+def normalize(flags: Mapping[str, Any]) -> Flags:
     """Flags by name as vLLM spells them, without those left at None; what Server decides itself is refused."""
     given = {name.lstrip("-").replace("_", "-"): value for name, value in flags.items() if value is not None}
     for flag in given:
@@ -160,7 +162,7 @@ def to_words(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def lora_flags(adapters: Mapping[str, Path]) -> dict[str, Any]:
+def lora_flags(adapters: Mapping[str, Path]) -> Flags:
     """The flags that serve LoRA adapters unmerged, each under its own name; what vLLM would serve wrong is refused.
 
     One slot stays empty: when requests for base and adapter share a step, vLLM 0.32 on a CPU computes those for the

@@ -28,6 +28,7 @@ from nbutils.language import tr
 from nbutils.plan import gpus
 from nbutils.plan import pretraining as plan
 from nbutils.profiles import Resolved
+from nbutils.record import Facts
 from nbutils.training.resume import run_fingerprint
 from nbutils.training.run import CourseCallback
 
@@ -162,7 +163,7 @@ class TokenRows:
     length: int
     card: Card
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """What goes into facts.json."""
         return self.card.model_dump() | {"held_out_rows": len(self.eval)}
 

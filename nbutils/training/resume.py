@@ -12,7 +12,7 @@ from typing import Any
 from filelock import BaseFileLock, Timeout
 
 from nbutils import checkpoints, distributed, files, platforms
-from nbutils.checkpoints import CheckpointSync, StoredCheckpoint
+from nbutils.checkpoints import CheckpointSync, Fingerprint, StoredCheckpoint
 from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK
@@ -35,7 +35,7 @@ OOM_FILE = "memory.json"  # in the run folder: what `oom` changed
 _LOCKS: dict[Path, BaseFileLock] = {}
 
 
-def resume_point(run: RunFolder, folders: platforms.Folders, fingerprint: dict[str, Any], resume: str) -> Path | None:
+def resume_point(run: RunFolder, folders: platforms.Folders, fingerprint: Fingerprint, resume: str) -> Path | None:
     """The checkpoint to continue from, unpacked in scratch; with RESUME="never" the old ones are removed first."""
     scratch = files.make_folder(folders.scratch / run.name)
     _lock_run(scratch)
@@ -109,7 +109,7 @@ def _set_later_aside(keep: Path, step: int) -> None:
                 path.replace(f"{path}.aside")
 
 
-def bring_best(newest: Path, keep: Path, fingerprint: dict[str, Any], stores: list[Path]) -> None:
+def bring_best(newest: Path, keep: Path, fingerprint: Fingerprint, stores: list[Path]) -> None:
     """Unpack the checkpoint of the best step beside the newest one, and let the trainer's state know where it is."""
     file = newest / checkpoints.STATE
     state = files.read_object(file)  # `seconds_until` refuses a damaged one
@@ -138,7 +138,7 @@ def seconds_until(checkpoint: Path) -> float:
     return float(log[-1].get("train_seconds", 0.0)) if log else 0.0
 
 
-def start_sync(run: RunFolder, scratch: Path, fingerprint: dict[str, Any], profile: Profile) -> CheckpointSync:
+def start_sync(run: RunFolder, scratch: Path, fingerprint: Fingerprint, profile: Profile) -> CheckpointSync:
     """Start copying this run's checkpoints and logs to the run folder."""
     return CheckpointSync(
         scratch / "outbox",
@@ -157,7 +157,7 @@ def mount_check(mount: Path | None) -> None:
         raise OSError(errno.ENOTCONN, tr("{mount} is not mounted any more", mount=mount))
 
 
-def run_fingerprint(profile: Profile, model: Any, data: str, seed: int) -> dict[str, Any]:
+def run_fingerprint(profile: Profile, model: Any, data: str, seed: int) -> Fingerprint:
     """What must be equal for any run to be resumed: the model, the data, the way of training, the seed."""
     return {
         "model": model,

@@ -18,12 +18,13 @@ import torch
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from nbutils import chat, checkpoints, display, distributed, files, hardware, platforms, record, tracking
+from nbutils.checkpoints import Fingerprint
 from nbutils.config import Profile, flat
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError, StoppedByHand
 from nbutils.language import tr
 from nbutils.processes import first_signals
-from nbutils.record import RunFolder
+from nbutils.record import Facts, RunFolder
 from nbutils.tracking import Curve, LiveNumbers, best_of, loss_history, validation_history
 from nbutils.training import model, oom, sharding, validation
 from nbutils.training import resume as resuming
@@ -124,7 +125,7 @@ class CourseCallback(TrainerCallback):
         self.live = LiveNumbers(self.scratch / run.logs.name, run.logs)
         self.trainer: Any = None  # set by `take_over`
         self.sync: Any = None  # copies checkpoints; started by `train` in the main process
-        self.fingerprint: dict[str, Any] = {}
+        self.fingerprint: Fingerprint = {}
         self.first_step = 0  # or that of the checkpoint it resumed from
         self.earlier_seconds = 0.0  # of the sessions before this one
         self.session_seconds = 0.0  # of this one; 0 until it has trained
@@ -245,7 +246,7 @@ class TrainingResult:
         log = self.trainer.state.log_history
         return {"train": loss_history(log), "validation": validation_history(log)}
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """What goes into facts.json; measurements are None if this session trained nothing."""
         callback = self.callback
         losses = self.history["train"]
@@ -264,7 +265,7 @@ class TrainingResult:
             "settings": flat(callback.profile.model_dump()),
         }
 
-    def _validated(self) -> dict[str, Any]:
+    def _validated(self) -> Facts:
         """The best step, and the validation loss before, there and at the end."""
         curve = self.history["validation"]
         best = best_of(curve)
@@ -273,7 +274,7 @@ class TrainingResult:
         step, loss = best
         return {"best_step": step, "validation_loss": {"first": curve[0][1], "best": loss, "last": curve[-1][1]}}
 
-    def _measured(self) -> dict[str, Any]:
+    def _measured(self) -> Facts:
         """Speed, memory and cost; all None if this session trained nothing, which keeps earlier values."""
         args = self.trainer.args
         callback = self.callback
@@ -291,7 +292,7 @@ class TrainingResult:
         has_trained = self.trainer.state.global_step > callback.first_step
         return measured if has_trained else dict.fromkeys(measured)
 
-    def stamp(self) -> dict[str, Any]:
+    def stamp(self) -> Facts:
         """Identifies the weights, so that `save_adapter` writes those of one training only once."""
         trained = sorted(item for item in self.checksums.items() if item[1][0])  # (name, (is trained, checksum))
         checksum = zlib.crc32(repr(trained).encode())

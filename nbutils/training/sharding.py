@@ -27,6 +27,7 @@ GROUPS = 2  # of weights in the trainer's optimizer, with and without decay; Dee
 OPTIMIZER = "optimizer.pt"
 SCHEDULER = "scheduler.pt"
 ADAPTER = "adapter_model.safetensors"
+StateDict = dict[str, Any]  # torch's word: of a model, an optimizer, a scheduler, or of one weight in an optimizer
 
 
 def use_engine(trainer: Any) -> None:
@@ -154,12 +155,12 @@ def local_shard(weight: Any) -> Any:
     return shards[rank()] if rank() < len(shards) else weight[:0]
 
 
-def _trained(model: Any) -> dict[str, Any]:
+def _trained(model: Any) -> StateDict:
     """The weights that are trained, by name."""
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
-def adapter_weights(model: Any, checkpoint: Path) -> dict[str, Any]:
+def adapter_weights(model: Any, checkpoint: Path) -> StateDict:
     """The weights in PEFT's file, by the names they have in the model."""
     stored = load_file(checkpoint / ADAPTER)
     return {name: stored[name.replace(".default.", ".")] for name in _trained(model)}
@@ -175,7 +176,7 @@ def _has_original(weight: Any) -> bool:
     return not hasattr(weight, "ds_id") or hasattr(weight, "_z3_optimizer")
 
 
-def full_weights(model: Any) -> dict[str, Any]:
+def full_weights(model: Any) -> StateDict:
     """CPU copies of the trained weights, put together from the shards of all processes; all must call it."""
     reshard(model)
     return {name: _whole(weight).detach().to("cpu", copy=True) for name, weight in _trained(model).items()}
@@ -218,7 +219,7 @@ def shard(value: Any, weight: Any) -> Any:
     return distribute_tensor(value, weight.device_mesh, weight.placements)
 
 
-def _zero_state(trainer: Any) -> dict[str, Any]:
+def _zero_state(trainer: Any) -> StateDict:
     """The state dict of DeepSpeed's optimizer, of whole weights."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
@@ -237,7 +238,7 @@ def _zero_state(trainer: Any) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
-def _load_fsdp_state(trainer: Any, stored: dict[str, Any]) -> None:
+def _load_fsdp_state(trainer: Any, stored: StateDict) -> None:
     weights = list(_trained(trainer.model).values())
     for number, state in stored["state"].items():
         weight = weights[number]
@@ -246,7 +247,7 @@ def _load_fsdp_state(trainer: Any, stored: dict[str, Any]) -> None:
     trainer.optimizer.load_state_dict(stored)
 
 
-def _load_zero_state(trainer: Any, stored: dict[str, Any]) -> None:
+def _load_zero_state(trainer: Any, stored: StateDict) -> None:
     from deepspeed.utils import safe_set_full_optimizer_state
 
     zero = trainer.model_wrapped.optimizer
@@ -268,7 +269,7 @@ def _load_zero_state(trainer: Any, stored: dict[str, Any]) -> None:
             safe_set_full_optimizer_state(weight, moment, key)
 
 
-def _of_groups(schedule: dict[str, Any], count: int) -> dict[str, Any]:
+def _of_groups(schedule: StateDict, count: int) -> StateDict:
     """A scheduler's state for so many groups of weights, which all have the same learning rate."""
     changed = dict(schedule)
     for key, value in schedule.items():
@@ -293,7 +294,7 @@ def convert_optimizer_file(checkpoint: Path, optimizer: str) -> None:
     barrier()
 
 
-def _as_bnb(state: dict[str, Any]) -> dict[str, Any]:
+def _as_bnb(state: StateDict) -> StateDict:
     """The moments of one weight under the names of bitsandbytes, which trains on with float32, too."""
     return {
         "step": int(state["step"]),
@@ -302,7 +303,7 @@ def _as_bnb(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _as_torch(state: dict[str, Any]) -> dict[str, Any]:
+def _as_torch(state: StateDict) -> StateDict:
     """The moments of one weight in float32, under torch's names."""
     flat = dict(state)
     for value in state.values():
@@ -315,7 +316,7 @@ def _as_torch(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _in_32_bits(state: dict[str, Any], number: str) -> Any:
+def _in_32_bits(state: StateDict, number: str) -> Any:
     """The first or second moment of bitsandbytes; small ones it keeps in 32 bits."""
     values = state[f"state{number}"]
     if f"qmap{number}" not in state:
