@@ -636,12 +636,20 @@ def test_what_kaggle_saves_is_20_gb_whatever_the_disk_holds(tmp_path: Path, monk
         disk.require_disk(kaggle, 6)
 
 
-def test_how_many_more_files_a_disk_takes(tmp_path: Path, monkeypatch: Patch) -> None:
-    seen = os.statvfs("/")
-    monkeypatch.setattr("os.statvfs", lambda place: os.statvfs_result([*seen[:5], 200_000, 12, 12, *seen[8:]]))
-    assert disk.free_inodes(tmp_path / "not/there/yet") == 12
-    monkeypatch.setattr("os.statvfs", lambda place: os.statvfs_result([*seen[:5], 0, 0, 0, *seen[8:]]))
-    assert disk.free_inodes(tmp_path) is None, "a file system that does not count them"
+@pytest.mark.parametrize(
+    ("inodes", "free"),
+    [
+        ((200_000, 12, 12), 12),
+        ((0, 0, 0), None),  # a file system that does not count them
+    ],
+)
+def test_how_many_more_files_a_disk_takes(
+    tmp_path: Path, monkeypatch: Patch, inodes: tuple[int, int, int], free: int | None
+) -> None:
+    real = os.statvfs("/")
+    answer = os.statvfs_result([*real[:5], *inodes, *real[8:]])
+    monkeypatch.setattr("os.statvfs", lambda place: answer)
+    assert disk.free_inodes(tmp_path / "not/there/yet") == free
 
 
 def test_the_kernel_metadata_is_what_kaggle_takes() -> None:
