@@ -4,6 +4,7 @@ import functools
 import re
 import runpy
 import shlex
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ def without_blocks(path: Path) -> str:
     return BLOCK.sub("", path.read_text(encoding="utf-8"))
 
 
+def without_badges(path: Path) -> str:
+    """A README as its authors write it."""
+    return BADGES.sub("", path.read_text(encoding="utf-8"))
+
+
 def spans(path: Path) -> list[str]:
     """What stands in backticks within the prose."""
     return re.findall(r"`([^`\n]+)`", without_blocks(path))
@@ -49,27 +55,37 @@ def spans(path: Path) -> list[str]:
 
 def blocks(path: Path) -> list[str]:
     """The code blocks without comments, which are translated."""
+    comment = re.compile(r"(^|[ \t]+)# .*$", re.MULTILINE)
     found = BLOCK.findall(path.read_text(encoding="utf-8"))
-    return [kind + re.sub(r"(^|[ \t]+)# .*$", "", text, flags=re.MULTILINE) for kind, text in found]
+    return [kind + comment.sub("", text) for kind, text in found]
 
 
-def in_english(texts: list[str]) -> list[str]:
-    """Blocks or spans as on the English page: lessons one folder higher, no choice of language, output left out."""
-    texts = [re.sub(r"^.*NBUTILS_LANG=zh.*\n", "", one, flags=re.MULTILINE) for one in texts]
-    return ["text" if one.startswith("text") else one.replace("notebooks/zh/", "notebooks/") for one in texts]
+def code(path: Path) -> str:
+    """All that a page shows as code, in its prose and in blocks."""
+    return "\n".join([*spans(path), *blocks(path)])
+
+
+def in_english(text: str) -> str:
+    """A block or span as on the English page: lessons one folder higher, no choice of language, output left out."""
+    text = re.sub(r"^.*NBUTILS_LANG=zh.*\n", "", text, flags=re.MULTILINE)
+    if text.startswith("text"):
+        return "text"
+    return text.replace("notebooks/zh/", "notebooks/")
 
 
 def commands(path: Path) -> list[list[str]]:
     """The commands of a page as words, up to a pipe, a redirection or the next command."""
-    lines = [line for text in blocks(path) if not text.startswith("text") for line in text.splitlines()]
-    lines = [line for line in [*lines, *spans(path)] if re.search(r"nbutils |papermill |notebooks/\S+\.py", line)]
-    ends = re.compile(r"^(?:[|&;]+|\d?>.*)$")
-    found = []
-    for line in lines:
-        words = shlex.split(line.removeprefix("!"), comments=True)
-        end = next((i for i, word in enumerate(words) if ends.match(word)), len(words))
-        found.append(words[:end])
-    return found
+    lines = spans(path)
+    for block in blocks(path):
+        if not block.startswith("text"):  # which shows output
+            lines += block.splitlines()
+    ours = [line for line in lines if re.search(r"nbutils |papermill |notebooks/\S+\.py", line)]
+    return [list(takewhile(belongs_to_command, shlex.split(line.removeprefix("!"), comments=True))) for line in ours]
+
+
+def belongs_to_command(word: str) -> bool:
+    """Whether a word is none that ends a command: a pipe, a redirection, `&&` or `;`."""
+    return re.fullmatch(r"[|&;]+|\d?>.*", word) is None
 
 
 def parse(command: click.Command, words: list[str]) -> None:
@@ -77,19 +93,26 @@ def parse(command: click.Command, words: list[str]) -> None:
     with click.Context(command) as context:
         values, rest, _ = command.make_parser(context).parse_args(list(words))
     if isinstance(command, click.Group):
-        assert rest and rest[0] in command.commands, f"there is no command {rest[:1]} in {command.name}"
-        return parse(command.commands[rest[0]], rest[1:])
-    given = [name for name, value in values.items() if value and isinstance(value, (str, tuple))]  # click has an UNSET
-    missing = [one.name for one in command.params if one.required and one.name not in given]
-    assert not rest and not missing, f"{command.name}: missing {missing}, too much {rest}"
+        assert rest, f"{command.name} needs a command"
+        name, *others = rest
+        assert name in command.commands, f"there is no command {name} in {command.name}"
+        parse(command.commands[name], others)
+        return
+    assert not rest, f"{command.name}: {rest} is too much"
+    for parameter in command.params:
+        if parameter.required:
+            value = values.get(parameter.name)
+            is_given = isinstance(value, (str, tuple)) and bool(value)  # click marks what is not given with an object
+            assert is_given, f"{command.name}: {parameter.name} is missing"
 
 
 @functools.cache
 def sources() -> str:
     """Everything in which a name of ours may stand."""
-    files = [path for folder in ("nbutils", "notebooks", "configs") for path in (ROOT / folder).rglob("*")]
-    named = [ROOT / "Makefile", *(path for path in files if path.suffix in (".py", ".yaml"))]
-    return "\n".join(path.read_text(encoding="utf-8") for path in named)
+    files = [ROOT / "Makefile"]
+    for folder in ("nbutils", "notebooks", "configs"):
+        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml")]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
 @functools.cache
@@ -98,15 +121,23 @@ def settings() -> dict[str, Any]:
     return flat(load("tiny").model_dump()) | {"sft.report_to": None, "vllm.enable_prefix_caching": None}
 
 
-def arguments(block: str) -> list[str]:
-    """The keyword arguments of the class that a block of a profile is for."""
-    return config.arguments_of(config.CLASSES[block]) if block in config.CLASSES else []
+def is_setting(name: str) -> bool:
+    """Whether a dotted name is a value of a profile, or an argument of the class that its block is for."""
+    if name in settings():
+        return True
+    block, _, argument = name.partition(".")
+    return block in config.CLASSES and argument in config.arguments_of(config.CLASSES[block])
 
 
 def covers(lessons: str, number: int) -> bool:
-    """Whether a lesson is among those of a table, as "01 to 06, 08, 09"."""
-    ranges = [re.findall(r"\d\d", part) for part in lessons.split(",")]
-    return any(int(ends[0]) <= number <= int(ends[-1]) for ends in ranges if ends)
+    """Whether a lesson is among those of a table, as "all" or "01 to 06, 08, 09"."""
+    if lessons == "all":
+        return True
+    for part in lessons.split(","):
+        ends = [int(end) for end in re.findall(r"\d\d", part)]
+        if ends and ends[0] <= number <= ends[-1]:
+            return True
+    return False
 
 
 def targets() -> list[str]:
@@ -117,111 +148,151 @@ def targets() -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_links_lead_to_files(page: Path) -> None:
-    targets = [one.partition("#")[0] for one in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page))]
-    local = {(page.parent / one).resolve() for one in targets if one and not one.startswith("http")}
-    missing = [one for one in local if not one.exists()]
-    assert not missing
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page)):
+        target, _, _ = link.partition("#")
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), link
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_commands_can_be_given(page: Path) -> None:
     for words in commands(page):
-        if "nbutils" in words and (after := words[words.index("nbutils") + 1 :]):
-            parse(cli.app, after)
-        for word in words:
-            if script := re.fullmatch(r"(notebooks/(?:zh/)?\d\d_\w+)\.(?:ipynb|py)", word):
-                source = ROOT / f"{script[1]}.py"
-                given = [words[i + 1] for i, one in enumerate(words) if one == "-p"]
-                given += [one[2:] for one in words if re.fullmatch(r"--[A-Z_]+", one)]
-                assert set(given) <= set(lesson.declared_in(source)), words
+        if "nbutils" in words:
+            start = words.index("nbutils") + 1
+            if words[start:]:
+                parse(cli.app, words[start:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_names_in_backticks_exist(page: Path) -> None:
-    text = "\n".join([*spans(page), *blocks(page)])
-    paths = {one.rstrip("./") for one in PATH.findall(text)}
-    lost = [one for one in paths if not (ROOT / one).exists() and not (ROOT / f"notebooks/{one}.py").exists()]
-    variables = set(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", text))
-    unknown = [one for one in variables if one not in sources()]
-    dotted = set(re.findall(rf"(?<![\w/])(?:{GROUPS})\.[a-z_]+(?![\w/(])", text))
-    former = FORMER if page.name == "reference.md" else ()
-    wrong = [one for one in dotted if one not in (*settings(), *former) and not one.endswith(FILES)]
-    wrong = [one for one in wrong if one.partition(".")[2] not in arguments(one.partition(".")[0])]
-    assert not lost + unknown + wrong
+def test_lessons_have_the_parameters_they_are_given(page: Path) -> None:
+    for words in commands(page):
+        after_p = {name for option, name in pairwise(words) if option == "-p"}
+        as_options = {word.removeprefix("--") for word in words if re.fullmatch(r"--[A-Z_]+", word)}
+        for word in words:
+            notebook = re.fullmatch(r"(notebooks/(?:zh/)?\d\d_\w+)\.(?:ipynb|py)", word)
+            if notebook:
+                declared = set(lesson.declared_in(ROOT / f"{notebook[1]}.py"))
+                assert after_p | as_options <= declared, words
 
 
-def test_every_former_name_is_in_the_reference() -> None:
-    for page in ("docs/reference.md", "docs/zh/reference.md"):
-        text = (ROOT / page).read_text(encoding="utf-8")
-        for name in FORMER:
-            [row] = re.findall(rf"(?m)^\| `{re.escape(name)}` \| (.*) \|$", text)
-            if new := former_names.RENAMED.get(name):
-                assert row == f"`{new}`"
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_paths_in_code_exist(page: Path) -> None:
+    for match in PATH.findall(code(page)):
+        path = match.rstrip("./")
+        lesson_file = ROOT / f"notebooks/{path}.py"
+        assert (ROOT / path).exists() or lesson_file.exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_variables_in_code_exist(page: Path) -> None:
+    for name in re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", code(page)):
+        assert name in sources()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_settings_in_code_exist(page: Path) -> None:
+    dotted = re.findall(rf"(?<![\w/])(?:{GROUPS})\.[a-z_]+(?![\w/(])", code(page))
+    names = {name for name in dotted if not name.endswith(FILES)}
+    if page.name == "reference.md":
+        names -= set(FORMER)
+    unknown = [name for name in names if not is_setting(name)]
+    assert unknown == []
+
+
+@pytest.mark.parametrize("page", ["docs/reference.md", "docs/zh/reference.md"])
+def test_every_former_name_is_in_the_reference(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name in FORMER:
+        [row] = re.findall(rf"(?m)^\| `{re.escape(name)}` \| (.*) \|$", text)
+        if new := former_names.RENAMED.get(name):
+            assert row == f"`{new}`"
 
 
 @pytest.mark.parametrize("page", CHINESE, ids=named)
-def test_a_chinese_page_has_the_headings_and_code_of_the_english_one(page: Path) -> None:
+def test_a_chinese_page_has_the_headings_of_the_english_one(page: Path) -> None:
+    def levels(path: Path) -> list[str]:
+        return re.findall(r"^#+", without_blocks(path), re.MULTILINE)
+
+    assert levels(page) == levels(ROOT / "docs" / page.name)
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=named)
+def test_a_chinese_page_has_the_code_of_the_english_one(page: Path) -> None:
     english = ROOT / "docs" / page.name
-    marks = [re.findall(r"^#+", without_blocks(one), re.MULTILINE) for one in (english, page)]
-    assert marks[0] == marks[1]
-    assert in_english(blocks(page)) == in_english(blocks(english))
-    assert set(in_english(spans(page))) == set(in_english(spans(english)))
+    assert list(map(in_english, blocks(page))) == list(map(in_english, blocks(english)))
+    assert set(map(in_english, spans(page))) == set(map(in_english, spans(english)))
 
 
 @pytest.mark.parametrize("page", CHINESE, ids=named)
 def test_a_chinese_page_names_the_chinese_lessons(page: Path) -> None:
-    lessons = re.findall(r"notebooks/(\d\d_\w+)", page.read_text(encoding="utf-8"))
-    assert not [one for one in lessons if (ROOT / f"notebooks/zh/{one}.py").exists()]
+    for name in re.findall(r"notebooks/(\d\d_\w+)", page.read_text(encoding="utf-8")):
+        assert not (ROOT / f"notebooks/zh/{name}.py").exists(), name
 
 
 @pytest.mark.parametrize("page", READMES, ids=named)
 def test_a_readme_is_short_also_with_its_badges(page: Path) -> None:
-    lines = BADGES.sub("", page.read_text(encoding="utf-8")).splitlines()
+    lines = without_badges(page).splitlines()
     badges = 4 + len(LESSONS)  # two marks, the head of the table, a row for each lesson
     assert len(lines) + badges <= 150
     assert max(map(len, lines)) <= 150
 
 
+@pytest.mark.parametrize(
+    ("readme", "pages"),
+    [("README.md", ENGLISH), ("README.zh-CN.md", CHINESE)],
+    ids=["English", "Chinese"],
+)
+def test_a_readme_leads_to_every_page_of_its_language(readme: str, pages: list[Path]) -> None:
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    for page in pages:
+        assert f"({named(page)})" in text
+
+
 @pytest.mark.parametrize("page", READMES, ids=named)
-def test_a_readme_leads_to_every_page_of_its_language_and_to_every_lesson(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    pages = CHINESE if page.name == "README.zh-CN.md" else ENGLISH
-    assert [one.name for one in pages if f"({named(one)})" not in text] == []
-    assert [one.stem for one in LESSONS if f"| `{one.stem}` |" not in BADGES.sub("", text)] == []
+def test_a_readme_has_a_row_for_every_lesson(page: Path) -> None:
+    text = without_badges(page)
+    for file in LESSONS:
+        assert f"| `{file.stem}` |" in text
 
 
-def test_the_picture_of_a_readme_is_small() -> None:
-    for page in READMES:
-        [picture] = re.findall(r"!\[[^]]+\]\((docs/images/[^)]+)\)", BADGES.sub("", page.read_text(encoding="utf-8")))
-        assert (ROOT / picture).stat().st_size < 200_000
+@pytest.mark.parametrize("page", READMES, ids=named)
+def test_the_picture_of_a_readme_is_small(page: Path) -> None:
+    [picture] = re.findall(r"!\[[^]]+\]\((docs/images/[^)]+)\)", without_badges(page))
+    assert (ROOT / picture).stat().st_size < 200_000
 
 
 def test_the_reference_has_every_command() -> None:
-    given = [" ".join(words) for words in commands(REFERENCE)]
-    assert [name for name in every_command() if not any(f"nbutils {name}" in one for one in given)] == []
+    shown = "\n".join(" ".join(words) for words in commands(REFERENCE))
+    for name in every_command():
+        assert f"nbutils {name}" in shown
 
 
-def test_the_reference_has_every_parameter_with_its_lessons() -> None:
+@pytest.mark.parametrize("file", LESSONS, ids=lambda file: file.stem)
+def test_the_reference_has_every_parameter_with_its_lessons(file: Path) -> None:
     rows = re.findall(r"(?m)^\| (`[A-Z].*?) \| (.*?) \|", REFERENCE.read_text(encoding="utf-8"))
-    for file in LESSONS:
-        here = [names for names, lessons in rows if lessons == "all" or covers(lessons, int(file.stem[:2]))]
-        assert [one for one in lesson.declared_in(file) if f"`{one}`" not in " ".join(here)] == [], file.stem
+    number = int(file.stem[:2])
+    names = " ".join(names for names, lessons in rows if covers(lessons, number))
+    for parameter in lesson.declared_in(file):
+        assert f"`{parameter}`" in names
 
 
 def test_the_reference_has_every_environment_variable() -> None:
-    read = set(re.findall(r"\bNBUTILS_[A-Z_]+[A-Z]\b", sources())) - INTERNAL
-    told = re.findall(r"\bNBUTILS_[A-Z_]+\b", REFERENCE.read_text(encoding="utf-8"))
-    assert [one for one in sorted(read) if not any(name.startswith(one) for name in told)] == []
+    read = set(re.findall(r"\bNBUTILS_[A-Z_]+[A-Z]\b", sources()))
+    text = REFERENCE.read_text(encoding="utf-8")
+    for variable in read - INTERNAL:
+        assert re.search(rf"\b{variable}", text), variable
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_targets_of_make_exist(page: Path) -> None:
-    text = "\n".join([*spans(page), *blocks(page)])
-    assert set(re.findall(r"(?m)(?<![\w-])make ([a-z][a-z-]*)", text)) <= set(targets())
+    shown = set(re.findall(r"(?m)(?<![\w-])make ([a-z][a-z-]*)", code(page)))
+    assert shown <= set(targets())
 
 
 def test_contributing_has_every_target_of_make() -> None:
-    assert [one for one in targets() if f"| `make {one}` |" not in CONTRIBUTING.read_text(encoding="utf-8")] == []
+    text = CONTRIBUTING.read_text(encoding="utf-8")
+    for target in targets():
+        assert f"| `make {target}` |" in text
 
 
 def test_the_questions_and_answers_name_every_check_of_diagnose() -> None:
@@ -230,4 +301,6 @@ def test_the_questions_and_answers_name_every_check_of_diagnose() -> None:
 
 
 def test_every_page_is_there_in_both_languages() -> None:
-    assert [one.name for one in ENGLISH] == [one.name for one in CHINESE] != []
+    english = [page.name for page in ENGLISH]
+    assert english
+    assert [page.name for page in CHINESE] == english

@@ -103,27 +103,41 @@ def test_a_large_model_is_not_trained_on_a_cpu_unless_that_was_begun_elsewhere(h
         large.fitted(profiles.Rows.of([9, 9]))
 
 
-def test_a_run_keeps_its_profile_model_and_set_for_every_later_lesson(home: Path) -> None:
+def test_a_run_keeps_its_profile_and_model_for_every_later_lesson(home: Path) -> None:
+    facts = {"profile_source": "paper_r64", "model": str(files.TINY_MODEL)}
     (home / "demo").mkdir(parents=True)
-    (home / "demo/facts.json").write_text(json.dumps({"profile_source": "paper_r64", "model": str(files.TINY_MODEL)}))
+    (home / "demo/facts.json").write_text(json.dumps(facts))
     _, resolved = opened({"PROFILE": "auto", "RUN_NAME": "demo"})
-    assert (resolved.name, resolved.model) == ("paper_r64", str(files.TINY_MODEL))
+    assert resolved.name == "paper_r64"
+    assert resolved.model == str(files.TINY_MODEL)
+
+
+def test_a_run_keeps_its_set_until_it_begins_anew(home: Path) -> None:
     run, resolved = opened({"PROFILE": "tiny", "SET": "lora.r=8, sft.max_steps=9", "MAX_STEPS": 7})
-    assert record.read_facts(run.facts)["set"] == resolved.set_values == {"lora.r": 8, "sft.max_steps": 9}
-    assert resolved.profile.sft.max_steps == 7 and "MAX_STEPS" in resolved.choices["sft.max_steps"].reason
-    for later in ({"RUN_NAME": "tiny"}, {"PROFILE": "auto", "SET": ""}, {"PROFILE": "tiny"}):
-        profile = opened(later)[1].profile
-        assert (profile.lora.r, profile.sft.max_steps) == (8, 9), later
-    assert opened({"PROFILE": "tiny", "SET": "", "RESUME": "never"})[1].profile.lora.r != 8
+    assert resolved.set_values == {"lora.r": 8, "sft.max_steps": 9}
+    assert record.read_facts(run.facts)["set"] == resolved.set_values
+    assert resolved.profile.sft.max_steps == 7
+    assert "MAX_STEPS" in resolved.choices["sft.max_steps"].reason
+    for parameters in ({"RUN_NAME": "tiny"}, {"PROFILE": "auto", "SET": ""}, {"PROFILE": "tiny"}):
+        _, later = opened(parameters)
+        assert later.profile.lora.r == 8, parameters
+        assert later.profile.sft.max_steps == 9, parameters
+    _, anew = opened({"PROFILE": "tiny", "SET": "", "RESUME": "never"})
+    assert anew.profile.lora.r != 8
     assert record.read_facts(run.facts)["set"] == {}
+
+
+def test_a_set_that_does_not_fit_what_was_trained_is_not_remembered(home: Path) -> None:
     run, _ = opened({"SET": "lora.r=8"})
-    run.checkpoints.mkdir()  # a SET that does not fit what was trained is not remembered
+    run.checkpoints.mkdir()
     (run.checkpoints / "checkpoint-5.json").write_text("{}")
-    other = {"SET": "lora.r=4", "MODEL": str(shutil.copytree(files.TINY_MODEL, home / "other"))}
-    assert opened(other | {"RUN_NAME": "tiny"})[1].profile.lora.r == 4  # and lesson 03 refuses it
-    resolved = opened({"RUN_NAME": run.name})[1]
-    assert (resolved.profile.lora.r, resolved.model_name) == (8, "tiny")
-    assert resolved.choices["profile"].reason == "this run began with it"
+    other_model = shutil.copytree(files.TINY_MODEL, home / "other")
+    _, other = opened({"SET": "lora.r=4", "MODEL": str(other_model), "RUN_NAME": "tiny"})
+    assert other.profile.lora.r == 4, "lesson 03 refuses it"
+    _, later = opened({"RUN_NAME": run.name})
+    assert later.profile.lora.r == 8
+    assert later.model_name == "tiny"
+    assert later.choices["profile"].reason == "this run began with it"
 
 
 def test_a_begun_run_keeps_the_rows_it_is_validated_on_unless_others_are_named(home: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +68,13 @@ def rewrite(file: Path, how: Callable[[str, torch.Tensor], torch.Tensor | None])
 
 
 def assert_same_bits(ours: Path | dict[str, torch.Tensor], theirs: Path | dict[str, torch.Tensor]) -> None:
-    left, right = (models.weights(side) if isinstance(side, Path) else side for side in (ours, theirs))
+    """Two models, each a folder or a state dict."""
+    left = models.weights(ours) if isinstance(ours, Path) else ours
+    right = models.weights(theirs) if isinstance(theirs, Path) else theirs
     assert set(left) == set(right)
     for name, weight in left.items():
-        assert weight.dtype == right[name].dtype and torch.equal(weight, right[name]), name
+        assert weight.dtype == right[name].dtype, name
+        assert torch.equal(weight, right[name]), name
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -131,6 +133,10 @@ def test_the_dequantized_base_is_what_bitsandbytes_trains_on(settings: Any, base
     assert not merge(base, adapter, tmp_path / "out").reused  # onto the full base it is another model
 
 
+TUNED = "model.layers.1.self_attn.v_proj.weight"
+COPIED = "model.norm.weight"
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_proof_finds_any_weight_that_differs(dtype: str, base_of: Bases, tmp_path: Path) -> None:
     """What answers hardly show in 16 bits: one matrix without its update, or with a tenth of it missing."""
@@ -139,37 +145,73 @@ def test_a_proof_finds_any_weight_that_differs(dtype: str, base_of: Bases, tmp_p
     merge(base, adapter, tmp_path / "out", dtype=dtype)
     assert "all as written" in merging.prove(base, adapter, tmp_path / "out")
     file = tmp_path / "out/model.safetensors"
-    right, before = load_file(file), models.weights(base)
-    name, norm = "model.layers.1.self_attn.v_proj.weight", "model.norm.weight"
-    tenth = before[name].float() + 0.9 * (right[name].float() - before[name].float())
-    wrong = [right | {name: before[name].to(right[name].dtype)}, right | {name: tenth.to(right[name].dtype)}]
-    wrong += [right | {norm: right[norm] * 1.5}, {key: weight for key, weight in right.items() if key != norm}]
-    for tensors, changed in zip(wrong, (name, name, norm, norm), strict=True):
-        save_file(tensors, file, {"format": "pt"})
-        with refused(f"{changed} in "):
+    right = load_file(file)
+
+    def assert_found(name: str, wrong: dict[str, torch.Tensor]) -> None:
+        save_file(wrong, file, {"format": "pt"})
+        with refused(f"{name} in "):
             merging.prove(base, adapter, tmp_path / "out")
+
+    before = models.weights(base)[TUNED]
+    assert_found(TUNED, right | {TUNED: before.to(right[TUNED].dtype)})
+    update = right[TUNED].float() - before.float()
+    tenth_missing = before.float() + 0.9 * update
+    assert_found(TUNED, right | {TUNED: tenth_missing.to(right[TUNED].dtype)})
+    assert_found(COPIED, right | {COPIED: right[COPIED] * 1.5})
+    assert_found(COPIED, {name: weight for name, weight in right.items() if name != COPIED})
 
 
 LAYER = "model.layers.0.self_attn.q_proj"
 SHARD = "model-00001-of-00003.safetensors"
 HEADER = b'{"w":{"dtype":"F32","shape":[9],"data_offsets":[0,4]}}'
+FALSE_HEADER = len(HEADER).to_bytes(8, "little") + HEADER + bytes(64)  # 9 numbers in 4 bytes
 
 
-@pytest.mark.parametrize(("name", "damage", "problem"), [
-    (SHARD, lambda content: len(HEADER).to_bytes(8, "little") + HEADER + bytes(64), "missing or damaged"),
-    (SHARD, lambda content: b"\xff" * 64, "missing or damaged"),
-    (SHARD, lambda content: content[:-10], "missing or damaged"),
-    (SHARD, None, "missing or damaged"), ("config.json", None, "is missing or cannot be read"),
-    ("config.json", lambda content: b"[1]", "is missing or cannot be read"),
-    *(("config.json", lambda content, key=key: json.dumps({key: {"bits": 4}}).encode(), "Use base.")
-      for key in ("quantization_config", "compression_config", "quantization")),
-])  # fmt: skip
-def test_a_damaged_or_quantized_base_is_refused(name: str, damage: Any, problem: str, pair: Pair) -> None:
-    base = pair[0].rename(pair[0].with_name("base-bnb-4bit"))
-    content = (base / name).read_bytes()
-    (base / name).write_bytes(damage(content)) if damage else (base / name).unlink()
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        (SHARD, FALSE_HEADER, "missing or damaged"),
+        (SHARD, b"\xff" * 64, "missing or damaged"),
+        ("config.json", b"[1]", "is missing or cannot be read"),
+    ],
+    ids=["false header", "no header", "no object"],
+)
+def test_a_damaged_base_is_refused(name: str, content: bytes, problem: str, pair: Pair) -> None:
+    base, adapter = pair
+    (base / name).write_bytes(content)
     with refused(problem):
-        check(base, pair[1])
+        check(base, adapter)
+
+
+def test_a_truncated_base_is_refused(pair: Pair) -> None:
+    base, adapter = pair
+    shard = base / SHARD
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with refused("missing or damaged"):
+        check(base, adapter)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        (SHARD, "missing or damaged"),
+        ("config.json", "is missing or cannot be read"),
+    ],
+)
+def test_an_incomplete_base_is_refused(name: str, problem: str, pair: Pair) -> None:
+    base, adapter = pair
+    (base / name).unlink()
+    with refused(problem):
+        check(base, adapter)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config", "quantization"])
+def test_a_quantized_base_is_refused_and_the_full_one_named(key: str, pair: Pair) -> None:
+    base, adapter = pair
+    quantized = base.rename(base.with_name("base-bnb-4bit"))
+    (quantized / "config.json").write_text(json.dumps({key: {"bits": 4}}))
+    with refused("Use base."):
+        check(quantized, adapter)
 
 
 def test_the_base_must_be_the_one_of_the_training(pair: Pair) -> None:
@@ -181,29 +223,69 @@ def test_the_base_must_be_the_one_of_the_training(pair: Pair) -> None:
         check(base, adapter)
 
 
-@pytest.mark.parametrize(("broken", "words"), [
-    *(({key: ["x"]}, ["cannot be merged here", key]) for key in UNMERGEABLE),
-    *(({"init_lora_weights": init}, ["cannot be merged here"]) for init in ("pissa_niter_4", "olora", None)),
-    ({"peft_type": "IA3"}, ["uses IA3"]), ({"r": 5}, ["fits no weight"]),
-    (lambda name, tensor: None, ["missing or damaged", ADAPTER]),
-    (lambda name, tensor: tensor[..., :3].contiguous(), ["3), fits no weight"]),
-    (lambda name, tensor: None if f"{LAYER}.lora_B" in name else tensor, [f"{LAYER}.lora_A, of shape"]),
-    (["base_model.model.model.query.lora_A.weight", "model.query.lora_B.weight"], ["query.lora_A, of shape"]),
-    (["base_model.model.model.embed_tokens.lora_embedding_A"], ["lora_embedding_A, of shape"]),
-    (["base_model.model.model.embed_tokens.lora_magnitude_vector"], ["lora_magnitude_vector, of shape"]),
-])  # fmt: skip
-def test_an_adapter_that_cannot_be_merged_is_refused(broken: Any, words: list[str], pair: Pair) -> None:
-    """Another config, every tensor changed, or tensors of other names: nothing is written."""
-    out = pair[0].with_name("out")
-    if isinstance(broken, dict):
-        change(pair[1] / "adapter_config.json", **broken)
-    elif isinstance(broken, list):
-        save_file({name: torch.ones(4, 4) for name in broken}, pair[1] / ADAPTER)
-    else:
-        rewrite(pair[1] / ADAPTER, broken)
+def assert_not_merged(base: Path, adapter: Path, *words: str) -> None:
+    """A merge is refused with these words, and nothing is written."""
+    out = base.with_name("out")
     with refused(*words):
-        merge(*pair, out)
-    assert not out.exists() and not files.partial_of(out).exists()
+        merge(base, adapter, out)
+    assert not out.exists()
+    assert not files.partial_of(out).exists()
+
+
+@pytest.mark.parametrize("key", UNMERGEABLE)
+def test_an_adapter_with_a_setting_that_cannot_be_merged_is_refused(key: str, pair: Pair) -> None:
+    base, adapter = pair
+    change(adapter / "adapter_config.json", **{key: ["x"]})
+    assert_not_merged(base, adapter, "cannot be merged here", key)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"init_lora_weights": "pissa_niter_4"}, "cannot be merged here"),
+        ({"init_lora_weights": "olora"}, "cannot be merged here"),
+        ({"init_lora_weights": None}, "cannot be merged here"),
+        ({"peft_type": "IA3"}, "uses IA3"),
+        ({"r": 5}, "fits no weight"),
+    ],
+    ids=str,
+)
+def test_an_adapter_of_another_kind_or_rank_is_refused(changed: dict[str, Any], problem: str, pair: Pair) -> None:
+    base, adapter = pair
+    change(adapter / "adapter_config.json", **changed)
+    assert_not_merged(base, adapter, problem)
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (["base_model.model.model.query.lora_A.weight", "model.query.lora_B.weight"], "query.lora_A, of shape"),
+        (["base_model.model.model.embed_tokens.lora_embedding_A"], "lora_embedding_A, of shape"),
+        (["base_model.model.model.embed_tokens.lora_magnitude_vector"], "lora_magnitude_vector, of shape"),
+    ],
+)
+def test_an_adapter_with_tensors_of_other_names_is_refused(names: list[str], problem: str, pair: Pair) -> None:
+    base, adapter = pair
+    save_file({name: torch.ones(4, 4) for name in names}, adapter / ADAPTER)
+    assert_not_merged(base, adapter, problem)
+
+
+def test_an_adapter_without_tensors_is_refused(pair: Pair) -> None:
+    base, adapter = pair
+    rewrite(adapter / ADAPTER, lambda name, tensor: None)
+    assert_not_merged(base, adapter, "missing or damaged", ADAPTER)
+
+
+def test_an_adapter_for_a_narrower_base_is_refused(pair: Pair) -> None:
+    base, adapter = pair
+    rewrite(adapter / ADAPTER, lambda name, tensor: tensor[..., :3].contiguous())
+    assert_not_merged(base, adapter, "3), fits no weight")
+
+
+def test_an_adapter_with_half_a_layer_is_refused(pair: Pair) -> None:
+    base, adapter = pair
+    rewrite(adapter / ADAPTER, lambda name, tensor: None if f"{LAYER}.lora_B" in name else tensor)
+    assert_not_merged(base, adapter, f"{LAYER}.lora_A, of shape")
 
 
 def test_nothing_is_written_over_base_adapter_or_foreign_files(pair: Pair, tmp_path: Path) -> None:
@@ -381,11 +463,15 @@ def test_a_model_too_large_for_the_run_folder_goes_to_scratch(tmp_path: Path, mo
     assert choose(99) == place == run.merged  # finished: no more room is needed
 
 
-def test_a_lesson_checks_base_adapter_and_what_is_merged_onto(home: Path) -> None:
-    for onto, method in (("full", "lora"), ("dequantized", "qlora"), ("dequantized", "lora"), ("half", "qlora")):
-        allowed = (onto, method) in (("full", "lora"), ("dequantized", "qlora"))
-        with nullcontext() if allowed else refused(f"MERGE_ONTO is {onto!r}.", "full"):
-            merging.check(home / "base", home / "adapter", onto, method)
+@pytest.mark.parametrize(("onto", "method"), [("full", "lora"), ("dequantized", "qlora")])
+def test_a_lesson_takes_a_base_to_merge_onto_that_fits_the_method(onto: str, method: str, home: Path) -> None:
+    merging.check(home / "base", home / "adapter", onto, method)
+
+
+@pytest.mark.parametrize(("onto", "method"), [("dequantized", "lora"), ("half", "qlora")])
+def test_a_lesson_refuses_a_base_to_merge_onto_that_does_not(onto: str, method: str, home: Path) -> None:
+    with refused(f"MERGE_ONTO is {onto!r}.", "full"):
+        merging.check(home / "base", home / "adapter", onto, method)
 
 
 def test_the_command_replaces_another_model_only_on_request(home: Path, tmp_path: Path) -> None:

@@ -40,24 +40,51 @@ def imported_on_top(file: Path) -> set[str]:
     return {one[1].split(".")[0] for one in words}
 
 
-def test_imports_load_nothing_heavy() -> None:
+def test_importing_the_package_is_cheap() -> None:
     runs = [loaded_by("import nbutils") for _ in range(3)]
-    assert runs[0][0] == [] and min(seconds for _, seconds in runs) < 0.3
-    files = {
-        file for file in (ROOT / "nbutils").rglob("*.py") if file.stem != "__main__" and "_files" not in file.parts
-    }
-    torch_code = {file for file in files if imported_on_top(file) & set(HEAVY)}  # loaded when a trainer is there
-    assert {file.parent.name for file in torch_code} == {"training"}, "elsewhere they are imported inside functions"
-    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files - torch_code]
-    assert loaded_by("import " + ", ".join(name.removesuffix(".__init__") for name in names))[0] == []
+    for heavy, _ in runs:
+        assert heavy == []
+    assert min(seconds for _, seconds in runs) < 0.3
 
 
-@pytest.mark.parametrize("file", [*sorted((ROOT / "nbutils").rglob("*.py")), *LESSONS], ids=lambda file: file.stem)
+def modules() -> list[Path]:
+    """The modules of the package, without the files it carries and without `__main__`, which runs."""
+    files = (ROOT / "nbutils").rglob("*.py")
+    return [file for file in files if file.stem != "__main__" and "_files" not in file.parts]
+
+
+def uses_torch_at_once(file: Path) -> bool:
+    """Whether a module imports a heavy package outside its functions."""
+    return bool(imported_on_top(file) & set(HEAVY))
+
+
+def test_only_modules_of_training_import_heavy_packages_on_top() -> None:
+    rooms = {file.parent.name for file in modules() if uses_torch_at_once(file)}
+    assert rooms == {"training"}, "they are loaded when a trainer is there; elsewhere functions import"
+
+
+def test_importing_all_other_modules_loads_nothing_heavy() -> None:
+    light = [file.relative_to(ROOT) for file in modules() if not uses_torch_at_once(file)]
+    names = [".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in light]
+    heavy, _ = loaded_by("import " + ", ".join(names))
+    assert heavy == []
+
+
+def calls_in(file: Path) -> list[ast.Call]:
+    """Every call of a module."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+SOURCES = [*sorted((ROOT / "nbutils").rglob("*.py")), *LESSONS]
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.stem)
 def test_no_model_brings_code_of_its_own(file: Path) -> None:
-    for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(call, ast.Call) and re.fullmatch(r"Auto\w+\.from_pretrained", ast.unparse(call.func)):
-            words = {word.arg: ast.unparse(word.value) for word in call.keywords}
-            assert words.get("trust_remote_code") == "False", f"line {call.lineno}"
+    for call in calls_in(file):
+        if re.fullmatch(r"Auto\w+\.from_pretrained", ast.unparse(call.func)):
+            arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            assert arguments.get("trust_remote_code") == "False", f"line {call.lineno}"
 
 
 def tree(text: str, heading: str) -> set[str]:

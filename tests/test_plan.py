@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from support import ROOT, refused
 
-from nbutils import display, distributed, files, models, plan, platforms, profiles
+from nbutils import display, files, models, plan, platforms, profiles
 from nbutils.cli import app
 from nbutils.config import flat
 from nbutils.distributed import STRATEGIES
@@ -24,8 +25,10 @@ from nbutils.plan.recipe import PACKED
 from nbutils.plan.speed import tokens_per_second
 
 Patch = pytest.MonkeyPatch
+Output = pytest.CaptureFixture[str]
 MEASURED = json.loads((ROOT / "benchmarks/results/plan_h200.json").read_text(encoding="utf-8"))["runs"]
-SEVEN, SEVENTY = find_shape("Qwen2.5-7B"), find_shape("Qwen2.5-72B")
+SEVEN = find_shape("Qwen2.5-7B")
+SEVENTY = find_shape("Qwen2.5-72B")
 ADAPTERS = 28 * 16 * (2 * 7168 + 2 * (3584 + 512) + 3 * (3584 + 18944))  # weights, rank 16 on the 7B
 ROWS = ("--rows", "1000", "--mean-length", "300")
 T4 = GPU("Tesla T4", (7, 5), 14.6, 1)
@@ -33,54 +36,111 @@ RTX = GPU("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 1)
 
 
 def peak(**changes: object) -> float:
-    return peak_gib(SEVEN, replace(Recipe(per_device_train_batch_size=2), **changes))
+    """The GiB that a training of the 7B needs."""
+    base = Recipe(per_device_train_batch_size=2)
+    return peak_gib(SEVEN, replace(base, **changes))
 
 
 def rate(recipe: Recipe, gpu: str = "H200") -> float:
+    """The tokens a second in a training of the 7B."""
     return tokens_per_second(SEVEN, recipe, gpus.find(gpu)) or 0.0
 
 
-def asked(*words: str) -> dict:
+def planned(*words: str) -> dict:
+    """What `nbutils plan --json` answers."""
     ran = CliRunner().invoke(app, ["plan", "--json", *words])
     assert ran.exit_code == 0, ran.output
     return json.loads(ran.output)
 
 
+def resolved(profile: str, model: str, gpu: GPU | None, **replaced: int) -> profiles.Resolved:
+    """A profile for a model on a GPU; `replaced`: values of its block sft."""
+    overrides = {f"sft.{name}": (value, "test") for name, value in replaced.items()}
+    return profiles.resolve(
+        profile,
+        model,
+        gpu=gpu,
+        overrides=lambda name: overrides,
+        platform=platforms.Platform("local", "test"),
+        online=lambda: True,
+    )
+
+
 def test_the_forecast_is_as_close_to_every_measurement_as_promised() -> None:
-    gpu, off = gpus.find("H200"), []
-    assert {"0.5B", "1.5B", "7B", "14B"} <= {row["model"].partition("-")[2] for row in MEASURED}
-    for row in MEASURED:
-        recipe = Recipe(**{key: row[key] for key in Recipe.__dataclass_fields__ if key in row})
-        ratio = peak_gib(find_shape(row["model"]), recipe) / row["measured_gib"]
-        assert 0.97 <= ratio <= 1.06, (round(ratio, 3), row)
-        speed = tokens_per_second(find_shape(row["model"]), recipe, gpu) / PACKED  # full rows
-        off.append(abs(speed / row["tokens_per_second"] - 1))
-    assert sum(share <= 0.2 for share in off) >= 34 and max(off) < 0.41
+    sizes = {run["model"].partition("-")[2] for run in MEASURED}
+    assert {"0.5B", "1.5B", "7B", "14B"} <= sizes
+    deviations = []
+    for run in MEASURED:
+        shape = find_shape(run["model"])
+        options = {name: run[name] for name in Recipe.__dataclass_fields__ if name in run}
+        measured = Recipe(**options)
+        memory_ratio = peak_gib(shape, measured) / run["measured_gib"]
+        assert 0.97 <= memory_ratio <= 1.06, (round(memory_ratio, 3), run)
+        full_rows = tokens_per_second(shape, measured, gpus.find("H200")) / PACKED
+        deviations.append(abs(full_rows / run["tokens_per_second"] - 1))
+    close = [deviation for deviation in deviations if deviation <= 0.2]
+    assert len(close) >= 34
+    assert max(deviations) < 0.41
 
 
-@pytest.mark.parametrize(
-    "costly",
-    [{"optim": "adamw_torch_fused"}, {"attn_implementation": "sdpa"}, {"use_liger_kernel": False}, {"spread": 500.0},
-     {"bnb_4bit_use_double_quant": False}, {"dtype": "float32"}, {"lora_dropout": 0.05},
-     {"gradient_checkpointing": False}, {"method": "lora"}, {"gradient_accumulation_steps": 4}],
-    ids=str,
-)  # fmt: skip
+COSTLY: list[dict[str, object]] = [
+    {"optim": "adamw_torch_fused"},
+    {"attn_implementation": "sdpa"},
+    {"use_liger_kernel": False},
+    {"spread": 500.0},
+    {"bnb_4bit_use_double_quant": False},
+    {"dtype": "float32"},
+    {"lora_dropout": 0.05},
+    {"gradient_checkpointing": False},
+    {"method": "lora"},
+    {"gradient_accumulation_steps": 4},
+]
+
+
+@pytest.mark.parametrize("costly", COSTLY, ids=str)
 def test_what_costs_memory_is_counted(costly: dict[str, object]) -> None:
-    assert peak(**costly) > peak() > peak(activation_offloading=True)
-    sizes = {"per_device_train_batch_size": (1, 2, 4, 8), "length": (512, 1024, 2048), "r": (8, 16, 64, 320)}
-    for name, values in sizes.items():
-        for recompute, offload in forecast.RECOMPUTE_MODES.values():
-            way = {"gradient_checkpointing": recompute, "activation_offloading": offload}
-            peaks = [peak(**costly | way | {name: value}) for value in values]
-            assert peaks == sorted(set(peaks)), name
+    assert peak(**costly) > peak()
 
 
-def test_speed_knows_its_limits() -> None:
+def test_offloading_activations_saves_memory() -> None:
+    assert peak(activation_offloading=True) < peak()
+
+
+@pytest.mark.parametrize("costly", COSTLY, ids=str)
+@pytest.mark.parametrize("recompute", forecast.RECOMPUTE_MODES)
+@pytest.mark.parametrize(
+    ("setting", "values"),
+    [
+        ("per_device_train_batch_size", [1, 2, 4, 8]),
+        ("length", [512, 1024, 2048]),
+        ("r", [8, 16, 64, 320]),
+    ],
+)
+def test_more_rows_longer_rows_and_a_higher_rank_need_more_memory(
+    costly: dict[str, object], recompute: str, setting: str, values: list[int]
+) -> None:
+    checkpointing, offloading = forecast.RECOMPUTE_MODES[recompute]
+    recipe = costly | {"gradient_checkpointing": checkpointing, "activation_offloading": offloading}
+    peaks = [peak(**recipe | {setting: value}) for value in values]
+    for smaller, larger in pairwise(peaks):
+        assert smaller < larger
+
+
+def test_larger_batches_are_faster_up_to_what_arithmetic_allows() -> None:
     rates = [rate(Recipe(per_device_train_batch_size=size)) for size in (1, 2, 4, 8)]
     assert rates == sorted(rates)
-    assert rates[-1] < gpus.find("H200").tflops * 1e12 / (6 * SEVEN.linear_params), "faster than arithmetic allows"
-    assert rate(Recipe(gradient_checkpointing=False)) > rates[0] >= rate(Recipe(activation_offloading=True))
-    assert rates[0] < rate(Recipe(cards=2), "H200 x2") < 2 * rates[0]
+    arithmetic_limit = gpus.find("H200").tflops * 1e12 / (6 * SEVEN.linear_params)
+    assert rates[-1] < arithmetic_limit
+
+
+def test_recomputing_and_offloading_take_time_and_two_cards_are_less_than_twice_as_fast() -> None:
+    recomputing = rate(Recipe())
+    assert rate(Recipe(gradient_checkpointing=False)) > recomputing
+    assert rate(Recipe(activation_offloading=True)) <= recomputing
+    assert recomputing < rate(Recipe(cards=2), "H200 x2") < 2 * recomputing
+
+
+def test_the_speed_of_a_gpu_is_known_once_its_tflops_are() -> None:
     assert tokens_per_second(SEVEN, Recipe(), gpus.find("mine", vram=24)) is None
     assert tokens_per_second(SEVEN, Recipe(), gpus.find("mine", vram=24, tflops=100)) > 0
 
@@ -92,7 +152,12 @@ def test_speed_knows_its_limits() -> None:
      ("3080", "RTX 3080", 1), ("3080 20G", "RTX 3080-20GB", 1), ("3080Ti", "RTX 3080 Ti", 1), ("A800", "A100-80GB", 1)],
 )  # fmt: skip
 def test_gpus_are_found_by_the_names_people_use(name: str, expected: str, count: int) -> None:
-    assert (gpus.find(name).name, gpus.find(name).count) == (expected, count)
+    gpu = gpus.find(name)
+    assert gpu.name == expected
+    assert gpu.count == count
+
+
+def test_an_unknown_gpu_is_refused_with_what_to_give_instead() -> None:
     with refused("is not in configs/gpus.yaml, so its memory is not", "--vram", "RTX 4090"):
         gpus.find("B300")
 
@@ -104,346 +169,658 @@ def test_gpus_are_found_by_the_names_people_use(name: str, expected: str, count:
      (f"{RTX.name} Laptop GPU", ""), ("Brand New 1", "")],
 )  # fmt: skip
 def test_torchs_names_are_understood_and_torchs_memory_is_kept(name: str, expected: str) -> None:
-    facts = gpus.of_machine(GPU(name, (8, 9), 77.7, 2))
-    assert (facts.name, facts.memory_gib, facts.count) == (expected or name, 77.7, 1)
-    assert (facts.tflops is None) is (not expected), "nothing is guessed"
+    gpu = gpus.of_machine(GPU(name, (8, 9), 77.7, 2))
+    assert gpu.memory_gib == 77.7
+    assert gpu.count == 1
+    if expected:
+        assert gpu.name == expected
+        assert gpu.tflops is not None
+    else:  # nothing is guessed
+        assert gpu.name == name
+        assert gpu.tflops is None
 
 
-def test_prices_are_per_hour_and_for_all_gpus() -> None:
-    for gpu in (None, T4, GPU("NVIDIA L4", (8, 9), 22.0, 1)):
-        assert not any(gpus.hourly_price(gpu))
-    assert gpus.hourly_price(replace(RTX, count=2)).yuan == pytest.approx(2 * gpus.find("4090").yuan)
-    for gpu in gpus.every():
-        assert (gpu.yuan is not None or gpu.dollars is not None) == (gpu.price_from != "unknown"), gpu.name
+@pytest.mark.parametrize("gpu", [None, T4, GPU("NVIDIA L4", (8, 9), 22.0, 1)], ids=str)
+def test_a_price_that_is_not_known_is_not_invented(gpu: GPU | None) -> None:
+    assert not any(gpus.hourly_price(gpu))
 
 
-def config(folder: Path, **changes: object) -> str:
-    whole = json.loads((files.TINY_MODEL / "config.json").read_text(encoding="utf-8")) | changes
+def test_prices_are_for_all_gpus_of_a_machine() -> None:
+    two = gpus.hourly_price(replace(RTX, count=2))
+    assert two.yuan == pytest.approx(2 * gpus.find("4090").yuan)
+
+
+@pytest.mark.parametrize("gpu", gpus.every(), ids=lambda gpu: gpu.name)
+def test_every_price_says_where_and_when_it_was_seen(gpu: gpus.GPUSpec) -> None:
+    if gpu.yuan is None and gpu.dollars is None:
+        assert gpu.price_from == "unknown"
+    else:
+        assert gpu.price_from != "unknown"
+    if gpu.yuan or gpu.dollars:
+        assert re.search(r"\d{4}-\d{2}", gpu.price_from)
+
+
+def model_folder(folder: Path, **changes: object) -> str:
+    """A folder with the config.json of the tiny model; what is changed to None is left out."""
+    config = json.loads((files.TINY_MODEL / "config.json").read_text(encoding="utf-8"))
+    config |= changes
+    config = {name: value for name, value in config.items() if value is not None}
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in whole.items() if value is not None}))
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
-def test_shapes_are_found_by_name_hub_id_and_folder(tmp_path: Path, monkeypatch: Patch) -> None:
-    assert find_shape("Qwen/Qwen2.5-7B-Instruct") == find_shape("qwen2.5-7b") == SEVEN
+def test_shapes_are_found_by_name_hub_id_and_folder(tmp_path: Path) -> None:
+    assert find_shape("Qwen/Qwen2.5-7B-Instruct") == SEVEN
+    assert find_shape("qwen2.5-7b") == SEVEN
     tiny = find_shape("tiny")
-    assert (tiny.layers, tiny.hidden, tiny.head_dim, tiny.tied) == (6, 256, 64, True)
-    assert find_shape(config(tmp_path / "mine")).model_copy(update={"name": "tiny"}) == tiny
-    for name, model in models.known_models().items():
-        assert model.name == name and model.params / 1e9 == pytest.approx(model.billions, rel=0.01), name
+    assert tiny.layers == 6
+    assert tiny.hidden == 256
+    assert tiny.head_dim == 64
+    assert tiny.tied
+    from_folder = find_shape(model_folder(tmp_path / "mine"))
+    assert from_folder.model_copy(update={"name": "tiny"}) == tiny
+
+
+def test_a_model_that_is_neither_known_nor_downloaded_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     with refused("is not known (not a course model,", "Qwen2.5-7B"):
         find_shape("some/model")
 
 
+@pytest.mark.parametrize("name", models.known_models())
+def test_the_size_of_a_model_is_the_one_its_shape_has(name: str) -> None:
+    model = models.known_models()[name]
+    assert model.name == name
+    assert model.params / 1e9 == pytest.approx(model.billions, rel=0.01)
+
+
 @pytest.mark.parametrize(
-    "changes", [{"hidden_size": None}, {"num_hidden_layers": 10**300}, {"vocab_size": "many"}, {"num_experts": 64}]
+    "changes",
+    [
+        {"hidden_size": None},
+        {"num_hidden_layers": 10**300},
+        {"vocab_size": "many"},
+        {"num_experts": 64},
+    ],
+    ids=lambda changes: next(iter(changes)),
 )
 def test_a_config_without_sizes_or_of_another_architecture_is_refused(tmp_path: Path, changes: dict) -> None:
+    folder = model_folder(tmp_path / "mine", **changes)
     with refused("The shape of"):
-        find_shape(config(tmp_path / "mine", **changes))
-    (tmp_path / "mine/config.json").write_text("[1]")
+        find_shape(folder)
+
+
+def test_a_damaged_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[1]")
     with refused("is missing or cannot be read"):
-        find_shape(str(tmp_path / "mine"))
+        find_shape(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["T4", "T4 x2", "RTX 3090", "H200"])
 @pytest.mark.parametrize("batch", [8, 64])
 def test_the_fastest_fits_with_the_margin_and_keeps_the_batch(name: str, batch: int) -> None:
     gpu = gpus.find(name)
-    options = candidates(Recipe(length=1024), batch, gpu)
-    best = best_option(SEVEN, options, gpu)
     limit = gpu.memory_gib * (1 - MARGIN) - CONTEXT_GIB
+    options = candidates(Recipe(length=1024), batch, gpu)
+
+    best = best_option(SEVEN, options, gpu)
+
     assert peak_gib(SEVEN, best) <= limit
-    assert best.per_device_train_batch_size * best.gradient_accumulation_steps * gpu.count == batch
-    fitting = [rate(option, name) for option in options if peak_gib(SEVEN, option) <= limit]
-    assert rate(best, name) >= NEARLY_FASTEST * max(fitting)
+    rows_each = best.per_device_train_batch_size * best.gradient_accumulation_steps
+    assert rows_each * gpu.count == batch
+    fitting = [option for option in options if peak_gib(SEVEN, option) <= limit]
+    fastest = max(rate(option, name) for option in fitting)
+    assert rate(best, name) >= NEARLY_FASTEST * fastest
 
 
 def test_without_a_known_speed_recomputing_is_the_last_resort() -> None:
-    mine = [gpus.find("mine", vram=size) for size in (200, 11)]
-    roomy, tight = (best_option(SEVEN, candidates(Recipe(), 8, gpu), gpu) for gpu in mine)
-    assert (roomy.per_device_train_batch_size, roomy.recompute) == (8, "off") and tight.gradient_checkpointing
+    def best_with(vram: int) -> Recipe:
+        gpu = gpus.find("mine", vram=vram)
+        return best_option(SEVEN, candidates(Recipe(), 8, gpu), gpu)
+
+    roomy = best_with(vram=200)
+    assert roomy.per_device_train_batch_size == 8
+    assert roomy.recompute == "off"
+    assert best_with(vram=11).gradient_checkpointing
+
+
+def test_a_batch_that_the_cards_cannot_share_is_refused() -> None:
     with refused("rows cannot be shared evenly by"):
         candidates(Recipe(), 8, gpus.find("H200 x3"))
 
 
 @pytest.mark.parametrize("name", ["RTX 3080", "T4", "RTX 4090 D", "H20"])
 def test_the_smallest_setting_needs_less_and_takes_longer_than_the_fastest(name: str) -> None:
+    gpu = gpus.find(name)
     for model in models.known_models():
-        tuning = plan.of_options(gpus.find(name), {"model": model, "rows": 10_000, "mean_length": 300})
-        assert peak_gib(tuning.shape, tuning.smallest) <= tuning.peak_gib, model
-        assert tokens_per_second(tuning.shape, tuning.smallest, tuning.gpu) <= tuning.tokens_per_second, model
-        assert tuning.fits or tuning.recipe == tuning.smallest, "what does not fit is the smallest"
-    fixed = plan.of_options(gpus.find(name), {"micro_batch": 2, "checkpointing": "on"}).recipe
-    assert (fixed.per_device_train_batch_size, fixed.recompute) == (2, "on"), "what is given stays"
+        tuning = plan.of_options(gpu, {"model": model, "rows": 10_000, "mean_length": 300})
+        smallest = tuning.smallest
+        assert peak_gib(tuning.shape, smallest) <= tuning.peak_gib, model
+        assert tokens_per_second(tuning.shape, smallest, tuning.gpu) <= tuning.tokens_per_second, model
+        if not tuning.fits:
+            assert tuning.recipe == smallest, model
+
+
+@pytest.mark.parametrize("name", ["RTX 3080", "T4", "RTX 4090 D", "H20"])
+def test_a_batch_and_a_checkpointing_that_are_given_stay(name: str) -> None:
+    tuning = plan.of_options(gpus.find(name), {"micro_batch": 2, "checkpointing": "on"})
+    assert tuning.recipe.per_device_train_batch_size == 2
+    assert tuning.recipe.recompute == "on"
+
+
+def choosing_page(folder: str) -> str:
+    """The page that `make lint` compares with configs."""
+    return (ROOT / folder / "choosing.md").read_text(encoding="utf-8")
+
+
+def blocks_of_gpus(page: str) -> dict[str, str]:
+    """The block to unfold of each GPU, by the name of the GPU."""
+    return dict(re.findall(r"(?s)<summary><b>(.+?)</b>(?:: |：)(.+?)</details>", page))
+
+
+@pytest.mark.parametrize("folder", ["docs", "docs/zh"])
+def test_the_choosing_page_has_every_gpu_with_every_model(folder: str) -> None:
+    page = choosing_page(folder)
+    blocks = blocks_of_gpus(page)
+    assert sorted(blocks) == sorted(gpu.name for gpu in gpus.every())
+    overview = page.partition("<details>")[0]
+    for model in models.known_models():
+        row = f"\n| {model} |"
+        assert row in overview
+        for gpu, block in blocks.items():
+            assert row in block, gpu
 
 
 @pytest.mark.parametrize(("folder", "unknown"), [("docs", "price unknown"), ("docs/zh", "价格未知")])
-def test_the_choosing_page_has_every_gpu_and_model_and_no_invented_price(folder: str, unknown: str) -> None:
-    text = (ROOT / folder / "choosing.md").read_text(encoding="utf-8")  # `make lint` compares it with configs
-    blocks = dict(re.findall(r"(?s)<summary><b>(.+?)</b>(?:: |：)(.+?)</details>", text))
-    assert sorted(blocks) == sorted(gpu.name for gpu in gpus.every())
+def test_the_choosing_page_has_no_invented_price(folder: str, unknown: str) -> None:
+    blocks = blocks_of_gpus(choosing_page(folder))
     for gpu in gpus.every():
-        assert all(f"\n| {model} |" in blocks[gpu.name] for model in models.known_models()), gpu.name
-        priced = re.search(r"[¥$]\d", blocks[gpu.name]) is not None
-        assert priced == bool(gpu.yuan or gpu.dollars), gpu.name
-        assert (unknown in blocks[gpu.name]) == (gpu.price_from == "unknown"), gpu.name
-        assert set(gpu.platforms) <= set(platforms.table()), gpu.name
-        assert all(f"| `{name}` |" in text for name in gpu.platforms), gpu.name
-        assert not (gpu.yuan or gpu.dollars) or re.search(r"\d{4}-\d{2}", gpu.price_from), "a price has its date"
-    assert all(f"\n| {model} |" in text.partition("<details>")[0] for model in models.known_models())
+        shows_price = bool(re.search(r"[¥$]\d", blocks[gpu.name]))
+        has_price = bool(gpu.yuan or gpu.dollars)
+        assert shows_price == has_price, gpu.name
+        says_unknown = unknown in blocks[gpu.name]
+        is_unknown = gpu.price_from == "unknown"
+        assert says_unknown == is_unknown, gpu.name
 
 
-def test_the_page_follows_its_tables(monkeypatch: Patch) -> None:
-    mine = gpus.GPUSpec(name="mine", memory_gib=24, tflops=100, bandwidth=900, capability=(8, 6), platforms=("runpod",))
-    monkeypatch.setattr(
-        gpus, "every", lambda: [mine.model_copy(update={"price_from": "RunPod, 2026-01", "dollars": 9.0})]
-    )
-    by_platform = runpy.run_path(str(ROOT / ".ci/choosing.py"))["_by_platform"]
-    assert "| `runpod` | mine $9.00 |" in by_platform()
-    monkeypatch.setattr(gpus, "every", lambda: [mine])
-    assert "| `runpod` | mine |" in by_platform(), "a price that is not known is not shown"
+@pytest.mark.parametrize("folder", ["docs", "docs/zh"])
+def test_the_choosing_page_has_every_platform_of_a_gpu(folder: str) -> None:
+    page = choosing_page(folder)
+    for gpu in gpus.every():
+        for platform in gpu.platforms:
+            assert platform in platforms.table(), gpu.name
+            assert f"| `{platform}` |" in page, gpu.name
 
 
-def resolved(profile: str, model: str, gpu: GPU | None, **replaced: int) -> profiles.Resolved:
-    overrides = {f"sft.{name}": (value, "test") for name, value in replaced.items()}
-    here = {"platform": platforms.Platform("local", "test"), "online": lambda: True}
-    return profiles.resolve(profile, model, gpu=gpu, overrides=lambda name: overrides, **here)
+def test_the_page_shows_a_price_only_where_one_is_known(monkeypatch: Patch) -> None:
+    table_by_platform = runpy.run_path(str(ROOT / ".ci/choosing.py"))["_by_platform"]
+    free = gpus.GPUSpec(name="mine", memory_gib=24, tflops=100, bandwidth=900, capability=(8, 6), platforms=("runpod",))
+    priced = free.model_copy(update={"price_from": "RunPod, 2026-01", "dollars": 9.0})
+    monkeypatch.setattr(gpus, "every", lambda: [priced])
+    assert "| `runpod` | mine $9.00 |" in table_by_platform()
+    monkeypatch.setattr(gpus, "every", lambda: [free])
+    assert "| `runpod` | mine |" in table_by_platform()
 
 
-def test_lesson_03_is_stopped_where_memory_will_not_do_and_shows_what_adds_up() -> None:
+def test_lesson_03_is_stopped_where_memory_will_not_do() -> None:
     with refused("Qwen2.5-32B with ddp needs at least", "GiB on each T4, which allows"):
         plan.require(resolved("hopper_141gb", "Qwen2.5-32B", T4))
+
+
+def test_lesson_03_shows_the_plan_of_what_fits() -> None:
     rows = recipe.Rows(1000, 300, 300)
     tuning = plan.require(profiles.fit(resolved("t4_16gb", "Qwen2.5-7B", T4), rows))
-    assert tuning.fits and tuning.hours is not None and "T4" in plan.describe(tuning)
-    assert "no GPU" in plan.describe(plan.require(resolved("tiny", "", None)))
-    assert "not known before its download" in plan.describe(plan.require(resolved("t4_16gb", "some/model", T4)))
-    short = resolved("t4_16gb", "Qwen2.5-7B", T4, max_steps=100)  # the steps decide the hours
-    tuning = plan.require(profiles.fit(short, recipe.Rows(10**6, 300, 300)))
-    tokens = 100 * tuning.batch * short.profile.sft.max_length * PACKED
-    assert tuning.hours * 3600 * tuning.tokens_per_second == pytest.approx(tokens, rel=1e-5)
-    for gpu in (None, RTX):  # without one, that of a rented one
-        tuning = plan.example(resolved("auto", "", gpu), rows=10_000, mean_length=300)
-        assert all(name in plan.describe(tuning) for name in (*tuning.parts, "¥", "only the H200 was measured"))
-        assert sum(tuning.parts.values()) == pytest.approx(tuning.peak_gib)
+    assert tuning.fits
+    assert tuning.hours is not None
+    assert "T4" in plan.describe(tuning)
 
 
-def test_the_rows_decide_the_step_and_the_cost_follows() -> None:
-    few = asked("--gpu", "4090", "--rows", "84", "--mean-length", "109")
-    assert (few["steps"], few["examples_per_step"], few["epochs"]) == (55, 8.0, 5.0)
-    many = asked("--gpu", "H200", "--model", "Qwen2.5-7B", "--rows", "100000", "--mean-length", "265")
-    assert (many["batch"], many["recipe"]["packing"], many["recipe"]["length"]) == (8, True, 4096)
-    assert (few["learning_rate"], many["learning_rate"]) == (1.8e-4, 2.5e-4)
-    dear = asked("--gpu", "4090", "--rows", "10000", "--mean-length", "264")
-    assert dear["peak_vram_gib"] == pytest.approx(sum(dear["parts"].values()), abs=0.02)
-    assert dear["cost"]["yuan"] == pytest.approx(dear["hours"] * gpus.find("4090").yuan, abs=0.02)
+def test_a_plan_without_a_gpu_or_of_a_model_not_yet_downloaded_says_so() -> None:
+    without_gpu = plan.require(resolved("tiny", "", None))
+    assert "no GPU" in plan.describe(without_gpu)
+    unknown_model = plan.require(resolved("t4_16gb", "some/model", T4))
+    assert "not known before its download" in plan.describe(unknown_model)
+
+
+def test_a_limit_of_steps_decides_the_hours() -> None:
+    limited = resolved("t4_16gb", "Qwen2.5-7B", T4, max_steps=100)
+    tuning = plan.require(profiles.fit(limited, recipe.Rows(10**6, 300, 300)))
+    tokens_planned = tuning.hours * 3600 * tuning.tokens_per_second
+    tokens_in_steps = 100 * tuning.batch * limited.profile.sft.max_length * PACKED
+    assert tokens_planned == pytest.approx(tokens_in_steps, rel=1e-5)
+
+
+@pytest.mark.parametrize("gpu", [None, RTX], ids=["a rented GPU", "RTX 4090"])
+def test_the_example_shows_what_adds_up_its_price_and_how_far_to_trust_it(gpu: GPU | None) -> None:
+    tuning = plan.example(resolved("auto", "", gpu), rows=10_000, mean_length=300)
+    text = plan.describe(tuning)
+    for part in tuning.parts:
+        assert part in text
+    assert "¥" in text
+    assert "only the H200 was measured" in text
+    assert sum(tuning.parts.values()) == pytest.approx(tuning.peak_gib)
+
+
+def test_few_rows_get_many_small_steps() -> None:
+    answer = planned("--gpu", "4090", "--rows", "84", "--mean-length", "109")
+    assert answer["steps"] == 55
+    assert answer["examples_per_step"] == 8.0
+    assert answer["epochs"] == 5.0
+    assert answer["learning_rate"] == 1.8e-4
+
+
+def test_many_rows_are_packed_into_long_ones() -> None:
+    answer = planned("--gpu", "H200", "--model", "Qwen2.5-7B", "--rows", "100000", "--mean-length", "265")
+    assert answer["batch"] == 8
+    assert answer["recipe"]["packing"] is True
+    assert answer["recipe"]["length"] == 4096
+    assert answer["learning_rate"] == 2.5e-4
+
+
+def test_memory_and_cost_follow_from_their_parts() -> None:
+    answer = planned("--gpu", "4090", "--rows", "10000", "--mean-length", "264")
+    assert answer["peak_vram_gib"] == pytest.approx(sum(answer["parts"].values()), abs=0.02)
+    assert answer["cost"]["yuan"] == pytest.approx(answer["hours"] * gpus.find("4090").yuan, abs=0.02)
 
 
 @pytest.mark.parametrize(("examples", "mean"), [(50, 100), (2000, 300), (1000, 700), (1000, 900), (50_000, 300)])
 def test_one_two_and_four_processes_take_the_same_batch_and_others_one_they_can_share(examples: int, mean: int) -> None:
-    profile, rows = profiles.load("ampere_24gb"), recipe.Rows(examples, mean, mean)
-    sizes = {}
-    for count in (1, 2, 3, 4, 6, 8):
-        settled = recipe.apply(profile, recipe.choose(profile, rows, SEVEN, count))
-        sizes[count] = recipe.rows_per_step(settled.sft, count)
-    assert sizes[1] == sizes[2] == sizes[4] and not any(size % count for count, size in sizes.items())
+    profile = profiles.load("ampere_24gb")
+    rows = recipe.Rows(examples, mean, mean)
+
+    def rows_per_step(processes: int) -> int:
+        choices = recipe.choose(profile, rows, SEVEN, processes)
+        settled = recipe.apply(profile, choices)
+        return recipe.rows_per_step(settled.sft, processes)
+
+    assert rows_per_step(1) == rows_per_step(2) == rows_per_step(4)
+    for processes in (1, 2, 3, 4, 6, 8):
+        assert rows_per_step(processes) % processes == 0
 
 
-def test_every_option_is_heard_and_wins_over_set_and_a_profile_can_be_named() -> None:
+def test_every_option_is_heard() -> None:
     words = "--micro-batch 4 --length 512 --checkpointing offload --rank 64 --method lora --gpus 2 --epochs 2"
-    answer = asked("--model", "Qwen3-4B", "--gpu", "A6000", *words.split())
-    expected = {"per_device_train_batch_size": 4, "length": 512, "activation_offloading": True, "r": 64}
-    assert answer["recipe"]["method"] == "lora"
-    assert expected.items() <= answer["recipe"].items() and (answer["gpus"], answer["batch"] % 8) == (2, 0)
+    answer = planned("--model", "Qwen3-4B", "--gpu", "A6000", *words.split())
+    planned_recipe = answer["recipe"]
+    assert planned_recipe["per_device_train_batch_size"] == 4
+    assert planned_recipe["length"] == 512
+    assert planned_recipe["activation_offloading"] is True
+    assert planned_recipe["r"] == 64
+    assert planned_recipe["method"] == "lora"
+    assert answer["gpus"] == 2
+    assert answer["batch"] % 8 == 0, "4 rows on each of 2 GPUs"
+
+
+def test_a_micro_batch_becomes_the_largest_that_divides_a_step_as_in_a_training() -> None:
+    answer = planned("--gpu", "4090", "--micro-batch", "3")
+    assert answer["recipe"]["per_device_train_batch_size"] == 2, "of a step of 8 rows"
+
+
+def test_set_is_heard_and_an_option_wins_over_it() -> None:
     words = ("--gpu", "A6000", *ROWS)
-    three = asked("--gpu", "4090", "--micro-batch", "3")["recipe"]
-    assert three["per_device_train_batch_size"] == 2, "the largest that divides a step of 8 rows, as in a training"
-    two = asked(*words, "--set", "lora.r=64, sft.per_device_train_batch_size=2")["recipe"]
-    assert two["per_device_train_batch_size"] == 2
-    assert asked(*words, "--set", "lora.r=64", "--rank", "8")["recipe"]["r"] == 8
-    few, many = (asked(*words, "--set", f"sft.max_steps={steps}")["hours"] for steps in (10, 1000))
-    assert few < many
-    answer = asked("--profile", "paper_r64", "--gpu", "4090", *ROWS)
-    assert answer["recipe"]["r"] == 64 and answer["recipe"]["lora_dropout"] and not answer["recipe"]["packing"]
-    words = ("--profile", "lora_20k", "--gpu", "4090", "--mean-length", "300")  # its rows count
-    assert asked(*words)["hours"] == asked(*words, "--rows", "20000")["hours"] > 0
+    both_set = planned(*words, "--set", "lora.r=64, sft.per_device_train_batch_size=2")["recipe"]
+    assert both_set["per_device_train_batch_size"] == 2
+    assert planned(*words, "--set", "lora.r=64", "--rank", "8")["recipe"]["r"] == 8
+    few_steps = planned(*words, "--set", "sft.max_steps=10")
+    many_steps = planned(*words, "--set", "sft.max_steps=1000")
+    assert few_steps["hours"] < many_steps["hours"]
+
+
+def test_a_profile_can_be_named() -> None:
+    of_profile = planned("--profile", "paper_r64", "--gpu", "4090", *ROWS)["recipe"]
+    assert of_profile["r"] == 64
+    assert of_profile["lora_dropout"]
+    assert not of_profile["packing"]
+
+
+def test_the_rows_that_a_profile_names_count() -> None:
+    words = ("--profile", "lora_20k", "--gpu", "4090", "--mean-length", "300")
+    hours = planned(*words)["hours"]
+    assert hours > 0
+    assert hours == planned(*words, "--rows", "20000")["hours"]
 
 
 def test_activations_may_be_offloaded_under_every_engine() -> None:
     words = ("--model", "Qwen2.5-7B", "--gpu", "4090", "--gpus", "2", "--set", "sft.activation_offloading=true")
-    assert asked(*words, "--engine", "fsdp_qlora")["recipe"]["activation_offloading"] is True
+    assert planned(*words, "--engine", "fsdp_qlora")["recipe"]["activation_offloading"] is True
 
 
-def test_what_is_not_known_is_none_and_what_is_free_costs_nothing() -> None:
-    words = ("--model", "Qwen2.5-7B", "--gpu", "B300", "--vram", "260", "--rows", "10", "--mean-length", "10")
-    answer = asked(*words)
-    assert answer["fits"] and (answer["tokens_per_second"], answer["hours"]) == (None, None)
-    assert answer["cost"] == {"yuan": None, "dollars": None} and any("--tflops" in note for note in answer["notes"])
-    assert asked(*words, "--capability", "7.5")["recipe"]["dtype"] == "float16"
-    free = asked("--model", "Qwen2.5-0.5B", "--gpu", "T4")
-    assert free["hours"] is free["steps"] is None and set(free["cost"].values()) == {0}
-    assert free["recipe"]["method"] == "lora", "below a billion parameters 4 bits lose quality"
+UNKNOWN_GPU = ("--model", "Qwen2.5-7B", "--gpu", "B300", "--vram", "260", "--rows", "10", "--mean-length", "10")
+
+
+def test_what_is_not_known_of_a_gpu_is_none() -> None:
+    answer = planned(*UNKNOWN_GPU)
+    assert answer["fits"]
+    assert answer["tokens_per_second"] is None
+    assert answer["hours"] is None
+    assert answer["cost"] == {"yuan": None, "dollars": None}
+    assert any("--tflops" in note for note in answer["notes"])
+
+
+def test_the_capability_of_a_gpu_decides_the_dtype() -> None:
+    assert planned(*UNKNOWN_GPU, "--capability", "7.5")["recipe"]["dtype"] == "float16"
+
+
+def test_what_is_free_costs_nothing_also_where_the_hours_are_not_known() -> None:
+    answer = planned("--model", "Qwen2.5-0.5B", "--gpu", "T4")
+    assert answer["hours"] is None
+    assert answer["steps"] is None
+    assert set(answer["cost"].values()) == {0}
+    assert answer["recipe"]["method"] == "lora", "below a billion parameters 4 bits lose quality"
 
 
 def test_without_a_gpu_the_table_of_all_is_shown(monkeypatch: Patch) -> None:
     monkeypatch.setattr("nbutils.hardware.driver_gpus", list)
-    assert "--rows 5000" in CliRunner().invoke(app, ["plan"]).output, "how to learn the hours"
     names = [gpu.name for gpu in gpus.every()]
-    assert names == [row["GPU"] for row in plan.fits_table(names)]
-    every = asked()["fits"]
-    assert [row["gpu"] for row in every] == names and all(row["fits"] for row in every), "auto takes what fits"
-    assert [row["gpus"] for row in asked("--model", "Qwen3-8B", "--gpus", "2")["fits"]] == [2] * len(names)
+    assert "--rows 5000" in CliRunner().invoke(app, ["plan"]).output, "how to learn the hours"
+    shown = [row["GPU"] for row in plan.fits_table(names)]
+    assert shown == names
+    rows = planned()["fits"]
+    assert [row["gpu"] for row in rows] == names
+    assert all(row["fits"] for row in rows), "auto takes what fits"
+    pairs = planned("--model", "Qwen3-8B", "--gpus", "2")["fits"]
+    assert [row["gpus"] for row in pairs] == [2] * len(names)
+
+
+def test_with_rows_the_table_has_the_time() -> None:
     [row] = plan.fits_table(["4090"], rows=1000, mean_length=300)
-    assert row["GPU"] == "RTX 4090" and row["time"].endswith(" min")
+    assert row["GPU"] == "RTX 4090"
+    assert row["time"].endswith(" min")
+
+
+def test_the_plan_is_for_one_gpu_of_this_machine(monkeypatch: Patch) -> None:
     monkeypatch.setattr("nbutils.hardware.driver_gpus", lambda: ["Tesla T4"])
     monkeypatch.setattr("nbutils.hardware.gpu", lambda: replace(T4, count=2))
-    answer = asked("--model", "Qwen2.5-3B")
-    assert (answer["gpu"], answer["gpus"], answer["recipe"]["dtype"]) == ("T4", 1, "float16")
+    answer = planned("--model", "Qwen2.5-3B")
+    assert answer["gpu"] == "T4"
+    assert answer["gpus"] == 1
+    assert answer["recipe"]["dtype"] == "float16"
 
 
-def test_ddp_divides_nothing_and_shards_are_divided_by_the_cards() -> None:
-    whole = parts(SEVENTY, Recipe(gradient_accumulation_steps=2))
-    assert list(whole) == ["weights", "adapters", "optimizer", "activations", "logits", "workspace"]
-    assert parts(SEVENTY, Recipe(gradient_accumulation_steps=2, cards=8)) == whole
-    linear = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 29568)
-    others, head = 8192 * (2 * 152064 + 161), 152064 * 8192 * 2
-    adapters = 80 * 16 * (2 * 16384 + 2 * 9216 + 3 * 37760)
-    scales = linear * (1 / 64 + 4 / (64 * 256))
-    sizes = parts(SEVENTY, Recipe(gradient_accumulation_steps=2, engine="fsdp_qlora", cards=4))
+# The weights of the 72B, from its config.json: 80 layers, hidden 8192, intermediate 29568, vocabulary 152064.
+LINEAR_72B = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 29568)
+OTHERS_72B = 8192 * (2 * 152064 + 161)
+ADAPTERS_72B = 80 * 16 * (2 * 16384 + 2 * 9216 + 3 * 37760)  # of rank 16
+HEAD_72B = 152064 * 8192 * 2  # bytes
+
+
+def bytes_on_a_card(recipe: Recipe) -> dict[str, float]:
+    """What a training of the 72B puts on each card, in bytes."""
+    return {name: size * files.GIB for name, size in parts(SEVENTY, recipe).items()}
+
+
+def test_ddp_divides_nothing() -> None:
+    alone = parts(SEVENTY, Recipe(gradient_accumulation_steps=2))
+    assert list(alone) == ["weights", "adapters", "optimizer", "activations", "logits", "workspace"]
+    assert parts(SEVENTY, Recipe(gradient_accumulation_steps=2, cards=8)) == alone
+
+
+def test_fsdp_qlora_divides_weights_adapters_and_optimizer_by_the_cards() -> None:
+    alone = bytes_on_a_card(Recipe(gradient_accumulation_steps=2))
+    scales = LINEAR_72B * (1 / 64 + 4 / (64 * 256))
+    sharded = bytes_on_a_card(Recipe(gradient_accumulation_steps=2, engine="fsdp_qlora", cards=4))
     expected = {
-        "weights": (linear / 2 + others * 2) / 4 + scales, "gathered": 2 * head,  # two layers are smaller than the head
-        "adapters": adapters * 4 / 4 + adapters * 4, "optimizer": adapters * 8 / 4,
-    }  # fmt: skip
-    assert {name: size * files.GIB for name, size in sizes.items()} == pytest.approx(
-        expected | {name: whole[name] * files.GIB for name in ("activations", "logits", "workspace")}
-    )
-    sizes = parts(SEVENTY, Recipe("lora", engine="fsdp_lora", cards=4))
-    assert sizes["gathered"] * files.GIB == pytest.approx(2 * (linear * 2 + adapters * 2) / 80 + head)
-    sizes = parts(SEVENTY, Recipe("lora", engine="zero3", cards=8))
-    assert sizes["weights"] * files.GIB == pytest.approx((linear + others) * 2 / 8)
-    sizes = parts(SEVENTY, Recipe(engine="zero2", cards=8))
-    assert sizes["optimizer"] * files.GIB == pytest.approx(adapters * 8 / 8)
-    assert sizes["weights"] == pytest.approx(whole["weights"]) and sizes["bucket"] * files.GIB == pytest.approx(5e8 * 2)
+        "weights": (LINEAR_72B / 2 + OTHERS_72B * 2) / 4 + scales,
+        "gathered": 2 * HEAD_72B,  # two layers are smaller than the head
+        "adapters": ADAPTERS_72B * 4 / 4 + ADAPTERS_72B * 4,
+        "optimizer": ADAPTERS_72B * 8 / 4,
+        "activations": alone["activations"],
+        "logits": alone["logits"],
+        "workspace": alone["workspace"],
+    }
+    assert sharded == pytest.approx(expected)
+
+
+def test_fsdp_lora_gathers_two_layers_and_the_head() -> None:
+    sizes = bytes_on_a_card(Recipe("lora", engine="fsdp_lora", cards=4))
+    a_layer = (LINEAR_72B * 2 + ADAPTERS_72B * 2) / 80
+    assert sizes["gathered"] == pytest.approx(2 * a_layer + HEAD_72B)
+
+
+def test_zero3_divides_the_weights_by_the_cards() -> None:
+    sizes = bytes_on_a_card(Recipe("lora", engine="zero3", cards=8))
+    assert sizes["weights"] == pytest.approx((LINEAR_72B + OTHERS_72B) * 2 / 8)
+
+
+def test_zero2_divides_the_optimizer_alone_and_has_a_bucket() -> None:
+    sizes = bytes_on_a_card(Recipe(engine="zero2", cards=8))
+    assert sizes["optimizer"] == pytest.approx(ADAPTERS_72B * 8 / 8)
+    assert sizes["weights"] == pytest.approx(bytes_on_a_card(Recipe())["weights"])
+    assert sizes["bucket"] == pytest.approx(5e8 * 2)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_more_cards_need_no_more_memory_each(strategy: str) -> None:
     sizes = [peak_gib(SEVENTY, table_recipe(strategy, cards)) for cards in (2, 4, 8, 16)]
     assert sizes == sorted(sizes, reverse=True)
-    assert table_recipe(strategy, 2).shards == (sizes[-1] < sizes[0] / 2)
+    on_two, *_, on_sixteen = sizes
+    less_than_half = on_sixteen < on_two / 2
+    assert table_recipe(strategy, 2).shards == less_than_half
 
 
 def test_72b_in_4_bits_fits_four_cards_of_24_gb_and_not_two() -> None:
     limit = limit_gib(gpus.find("4090"))
-    assert peak_gib(SEVENTY, table_recipe("fsdp_qlora", 2)) > limit > peak_gib(SEVENTY, table_recipe("fsdp_qlora", 4))
+    assert peak_gib(SEVENTY, table_recipe("fsdp_qlora", 2)) > limit
+    assert peak_gib(SEVENTY, table_recipe("fsdp_qlora", 4)) < limit
+
+
+def test_72b_on_four_cards_fits_with_shards_and_not_with_ddp_which_is_the_default() -> None:
     words = ("--model", "Qwen2.5-72B", "--gpu", "4090", "--gpus", "4", *ROWS)
-    shared, ddp = asked(*words, "--engine", "fsdp_qlora"), asked(*words)
-    assert (shared["fits"], ddp["fits"], shared["recipe"]["engine"]) == (True, False, "fsdp_qlora")
-    assert asked(*words, "--engine", "ddp") == ddp
+    sharded = planned(*words, "--engine", "fsdp_qlora")
+    assert sharded["fits"] is True
+    assert sharded["recipe"]["engine"] == "fsdp_qlora"
+    ddp = planned(*words, "--engine", "ddp")
+    assert ddp["fits"] is False
+    assert planned(*words) == ddp
 
 
-def test_the_engine_is_ddp_where_a_gpu_holds_the_model_and_else_shards_where_they_fit() -> None:
-    def chosen(model: str, processes: int, method: str = "qlora") -> str:
-        settled = resolved("ampere_24gb", model, RTX)
-        as_written, profile = (
-            either.model_copy(update={"method": method}) for either in (settled.as_written, settled.profile)
-        )
-        return plan.engine_for(replace(settled, as_written=as_written, profile=profile), processes).value
+def engine_chosen(model: str, processes: int, method: str = "qlora") -> str:
+    """The engine of a training on cards of 24 GB."""
+    settled = resolved("ampere_24gb", model, RTX)
+    with_method = replace(
+        settled,
+        as_written=settled.as_written.model_copy(update={"method": method}),
+        profile=settled.profile.model_copy(update={"method": method}),
+    )
+    return plan.engine_for(with_method, processes).value
 
-    assert [chosen("Qwen2.5-7B", 2), chosen("Qwen2.5-72B", 4)] == ["ddp", "fsdp_qlora"]
-    assert [chosen("Qwen2.5-7B", 2, "lora"), chosen("Qwen2.5-14B", 2, "lora")] == ["ddp", "fsdp_lora"]
+
+@pytest.mark.parametrize(
+    ("model", "processes", "method", "engine"),
+    [
+        ("Qwen2.5-7B", 2, "qlora", "ddp"),
+        ("Qwen2.5-72B", 4, "qlora", "fsdp_qlora"),
+        ("Qwen2.5-7B", 2, "lora", "ddp"),
+        ("Qwen2.5-14B", 2, "lora", "fsdp_lora"),
+        # as many processes as cannot share a batch of 8
+        ("Qwen2.5-7B", 3, "qlora", "ddp"),
+        ("Qwen2.5-72B", 6, "qlora", "fsdp_qlora"),
+    ],
+)
+def test_the_engine_is_ddp_where_a_gpu_holds_the_model_and_else_shards(
+    model: str, processes: int, method: str, engine: str
+) -> None:
+    assert engine_chosen(model, processes, method) == engine
+
+
+def test_a_model_that_does_not_fit_even_in_shards_is_refused() -> None:
     with refused("Qwen2.5-72B with fsdp_qlora needs", "GiB on each RTX 4090, which allows"):
-        chosen("Qwen2.5-72B", 2)
-    fitting = [plan.fits_alone(resolved("ampere_24gb", model, RTX)) for model in ("Qwen2.5-7B", "Qwen2.5-72B")]
-    assert fitting == [True, False]
-    assert [chosen("Qwen2.5-7B", 3), chosen("Qwen2.5-72B", 6)] == ["ddp", "fsdp_qlora"]  # they share no batch of 8
+        engine_chosen("Qwen2.5-72B", 2)
+
+
+def test_only_a_model_that_one_gpu_holds_fits_alone() -> None:
+    assert plan.fits_alone(resolved("ampere_24gb", "Qwen2.5-7B", RTX))
+    assert not plan.fits_alone(resolved("ampere_24gb", "Qwen2.5-72B", RTX))
+
+
+def test_an_engine_that_is_named_is_taken() -> None:
     assert plan.engine_for(resolved("ampere_24gb", "Qwen2.5-72B", RTX), 2, "zero2").value == "zero2"
-    for engine in ("fsdp_lora", "zero3"):
-        with refused(f"{engine} is for", "for method lora, and this", "has method qlora."):
-            plan.engine_for(resolved("ampere_24gb", "Qwen2.5-72B", RTX), 2, engine)
+
+
+@pytest.mark.parametrize("engine", ["fsdp_lora", "zero3"])
+def test_an_engine_for_another_method_is_refused(engine: str) -> None:
+    with refused(f"{engine} is for", "for method lora, and this", "has method qlora."):
+        plan.engine_for(resolved("ampere_24gb", "Qwen2.5-72B", RTX), 2, engine)
+
+
+def test_an_engine_that_does_not_exist_is_refused() -> None:
     with refused("ENGINE is 'fspd'."):
         plan.engine_for(resolved("tiny", "", None), 2, "fspd")
+
+
+def test_the_engine_is_ddp_without_a_gpu_and_its_reason_says_if_the_model_is_not_known() -> None:
     assert plan.engine_for(resolved("tiny", "", None), 2).value == "ddp"
-    assert "not known" in plan.engine_for(resolved("ampere_24gb", "some/model", RTX), 2).reason
+    unknown_model = resolved("ampere_24gb", "some/model", RTX)
+    assert "not known" in plan.engine_for(unknown_model, 2).reason
 
 
-def test_what_is_sent_in_a_step_follows_from_strategy_and_cards() -> None:
-    def sent(strategy: str, cards: int, accumulation: int = 1) -> float:
-        method = distributed.STRATEGIES[strategy] or "qlora"
-        cut = Recipe(method, gradient_accumulation_steps=accumulation, engine=strategy, cards=cards)
-        return speed.sent_bytes(SEVEN, cut)
+def bytes_sent(strategy: str, cards: int, accumulation: int = 1) -> float:
+    """What each card sends in a step of a training of the 7B."""
+    method = STRATEGIES[strategy] or "qlora"
+    shared = Recipe(method, gradient_accumulation_steps=accumulation, engine=strategy, cards=cards)
+    return speed.sent_bytes(SEVEN, shared)
 
-    assert [sent(strategy, 1) for strategy in STRATEGIES] == [0] * len(STRATEGIES)
-    assert sent("ddp", 4, 8) == sent("ddp", 4) == pytest.approx(2 * 3 / 4 * ADAPTERS * 4)
-    assert sent("zero2", 4, 8) == sent("ddp", 4, 8)
-    expected = 8 * 2 * SEVEN.params * 2 + 4 * ADAPTERS
-    assert sent("fsdp_lora", 4, 8) == sent("zero3", 4, 8) == pytest.approx(3 / 4 * expected)
-    assert sent("fsdp_qlora", 2) < sent("fsdp_lora", 2) / 2.5, "4 bits are sent as 4 bits"
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_card_sends_nothing(strategy: str) -> None:
+    assert bytes_sent(strategy, 1) == 0
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_gradients_are_sent_once_a_step(strategy: str) -> None:
+    gradients = ADAPTERS * 4
+    assert bytes_sent(strategy, 4, accumulation=8) == pytest.approx(2 * 3 / 4 * gradients)
+
+
+def test_without_accumulation_ddp_sends_as_much() -> None:
+    assert bytes_sent("ddp", 4) == bytes_sent("ddp", 4, accumulation=8)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_lora", "zero3"])
+def test_weights_are_sent_twice_in_each_of_the_micro_steps(strategy: str) -> None:
+    weights = 8 * 2 * SEVEN.params * 2
+    gradients = 4 * ADAPTERS
+    assert bytes_sent(strategy, 4, accumulation=8) == pytest.approx(3 / 4 * (weights + gradients))
+
+
+def test_4_bits_are_sent_as_4_bits() -> None:
+    assert bytes_sent("fsdp_qlora", 2) < bytes_sent("fsdp_lora", 2) / 2.5
+
+
+CALCULATING = re.compile(r"table_recipe|plan\.example|sent_bytes|seconds\(")
 
 
 def lesson_06(compared: object = None, **machine: object) -> dict:
-    """What the cells of lesson 06 that reckon leave behind."""
-    lesson = SimpleNamespace(gpu=None, model="Qwen2.5-7B", resolved=resolved("tiny", "", None))
-    lesson.__dict__.update(machine)
+    """The names that the calculating cells of lesson 06 leave behind."""
+    facts = {"gpu": None, "model": "Qwen2.5-7B", "resolved": resolved("tiny", "", None)}
+    lesson = SimpleNamespace(**facts | machine)
     names = {"lesson": lesson, "compared": compared, "plan": plan, "display": display}
     source = (ROOT / "notebooks/06_scale_out.py").read_text(encoding="utf-8")
     for cell in source.split("# %%"):
-        if any(word in cell for word in ("table_recipe", "plan.example", "sent_bytes", "seconds(")):
+        if CALCULATING.search(cell):
             exec(cell, names)
     return names
 
 
 def a_comparison(engine: str = "ddp", batch: int = 4) -> SimpleNamespace:
     """One process and two, as lesson 03 measured them."""
-    settings = flat(profiles.load("ampere_24gb").model_dump()) | {"method": "qlora", "from_pretrained.dtype": "bf16"}
-    settings |= {"sft.per_device_train_batch_size": 1, "quantization.bnb_4bit_use_double_quant": True}
-    alone = {"processes": 1, "engine": "", "steps": 20, "batch": 4, "train_seconds": 20.0, "tokens_per_second": 500.0}
-    together = {"processes": 2, "engine": engine, "steps": 20, "batch": batch, "train_seconds": 12.0}
-    return SimpleNamespace(alone=alone | {"settings": settings}, together=together | {"settings": settings})
+    settings = flat(profiles.load("ampere_24gb").model_dump())
+    settings["method"] = "qlora"
+    settings["from_pretrained.dtype"] = "bf16"
+    settings["sft.per_device_train_batch_size"] = 1
+    settings["quantization.bnb_4bit_use_double_quant"] = True
+    alone = {
+        "processes": 1,
+        "engine": "",
+        "steps": 20,
+        "batch": 4,
+        "train_seconds": 20.0,
+        "tokens_per_second": 500.0,
+        "settings": settings,
+    }
+    together = {
+        "processes": 2,
+        "engine": engine,
+        "steps": 20,
+        "batch": batch,
+        "train_seconds": 12.0,
+        "settings": settings,
+    }
+    return SimpleNamespace(alone=alone, together=together)
 
 
-def test_lesson_06_holds_its_arithmetic_against_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lesson_06_predicts_the_step_of_the_comparison(capsys: Output) -> None:
     lesson_06(a_comparison())  # 161 MB of gradients at 12 GB/s
     text = capsys.readouterr().out
     assert "each of 2 processes computes 0.500 s and sends 0.013 s" in text
     assert "0.513 s predicted, 0.600 s measured" in text
+
+
+def test_lesson_06_computes_twice_as_long_for_a_batch_twice_as_large(capsys: Output) -> None:
     lesson_06(a_comparison(batch=8))
     assert "computes 1.000 s" in capsys.readouterr().out
+
+
+def test_lesson_06_sends_half_the_weights_twice_in_each_of_two_micro_steps(capsys: Output) -> None:
     lesson_06(a_comparison("fsdp_qlora"))
-    sent = float(re.findall(r"sends ([\d.]+) s", capsys.readouterr().out)[0])
-    assert sent == pytest.approx((2 * 5.44 + 0.04) / 12, abs=0.005), (
-        "half the weights, twice in each of two micro-steps"
-    )
+    [seconds, *_] = re.findall(r"sends ([\d.]+) s", capsys.readouterr().out)
+    assert float(seconds) == pytest.approx((2 * 5.44 + 0.04) / 12, abs=0.005)
 
 
-def test_the_arithmetic_of_lesson_06_is_that_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    cells = lesson_06()
-    shape, whole = cells["shape"], cells["recipe"]
-    assert (shape.name, cells["forecast"].gpu.name) == ("Qwen2.5-7B", "RTX 4090"), "without a GPU a rented one"
+def test_without_a_gpu_lesson_06_calculates_for_a_rented_one() -> None:
+    names = lesson_06()
+    assert names["shape"].name == "Qwen2.5-7B"
+    assert names["forecast"].gpu.name == "RTX 4090"
+    assert lesson_06(a_comparison())["rate"] == names["rate"], "a CPU says nothing of a rented GPU"
+
+
+def test_with_a_gpu_lesson_06_takes_what_was_measured_on_it() -> None:
+    names = lesson_06(a_comparison(), gpu=RTX, resolved=resolved("ampere_24gb", "Qwen2.5-14B", RTX))
+    assert names["rate"] == 500.0
+    assert names["shape"].name == "Qwen2.5-14B"
+
+
+def test_lesson_06_counts_the_bytes_sent_as_the_plan_does() -> None:
+    names = lesson_06()
     for strategy in ("ddp", "fsdp_qlora"):
-        for cards, times in ((1, 1), (2, 1), (8, 4)):
-            cut = replace(whole, engine=strategy, cards=cards, gradient_accumulation_steps=times)
-            assert cells["sent_bytes"](strategy, cards, times) == pytest.approx(speed.sent_bytes(shape, cut))
+        for cards, accumulation in ((1, 1), (2, 1), (8, 4)):
+            shared = replace(names["recipe"], engine=strategy, cards=cards, gradient_accumulation_steps=accumulation)
+            by_plan = speed.sent_bytes(names["shape"], shared)
+            assert names["sent_bytes"](strategy, cards, accumulation) == pytest.approx(by_plan)
+
+
+def test_lesson_06_shows_memory_and_speed_by_cards(capsys: Output) -> None:
+    lesson_06()
     text = capsys.readouterr().out
-    assert "20.0 (24 GB)" in text and "(none)" in text, "a 72B on four cards, and in 16 bits on one"
+    assert "20.0 (24 GB)" in text, "a 72B in 4 bits on four cards"
+    assert "(none)" in text, "a 72B in 16 bits on one"
     assert re.search(r"\d GiB  weights\n +weights 37\.34 / 4\n +scales 1\.04 / 1\n", text)
-    assert re.search(r"ddp\ncards .*\n1 .* 100% ", text) and re.search(r"25gbe +2\.5 +– +– +2 +2\b", text)
-    computing, sending = cells["seconds"]("ddp", 64, 8 / 64, 360)
-    assert computing == cells["shortest"] > sending, "starting kernels takes its time"
-    compared = a_comparison()
-    assert lesson_06(compared)["rate"] == cells["rate"], "a CPU says nothing of a rented GPU"
-    measured = lesson_06(compared, gpu=RTX, resolved=resolved("ampere_24gb", "Qwen2.5-14B", RTX))
-    assert (measured["rate"], measured["shape"].name) == (500.0, "Qwen2.5-14B")
+    assert re.search(r"ddp\ncards .*\n1 .* 100% ", text)
+    assert re.search(r"25gbe +2\.5 +– +– +2 +2\b", text)
+
+
+def test_in_lesson_06_a_step_never_computes_shorter_than_starting_its_kernels_takes() -> None:
+    names = lesson_06()
+    computing, sending = names["seconds"]("ddp", 64, 8 / 64, 360)
+    assert computing == names["shortest"]
+    assert sending < computing
 
 
 @pytest.mark.parametrize(
-    ("words", "status"),
-    [("--tflops 100", 1), ("--model no/such --gpu T4", 1), ("--vram 11 --capability new", 2),
-     ("--gpu T4x3 --profile paper_r64", 1), ("--gpu T4 --vram inf", 2)],
-)  # fmt: skip
-def test_mistakes_end_with_a_plain_message(words: str, status: int) -> None:
+    "words",
+    ["--tflops 100", "--model no/such --gpu T4", "--gpu T4x3 --profile paper_r64"],
+)
+def test_what_cannot_be_planned_ends_with_what_to_do(words: str) -> None:
     ran = CliRunner().invoke(app, ["plan", *words.split()])
-    assert ran.exit_code == status and "Traceback" not in ran.output
-    assert status == 2 or ("[FAIL]" in ran.output and "To do:" in ran.output)
+    assert ran.exit_code == 1
+    assert "[FAIL]" in ran.output
+    assert "To do:" in ran.output
+    assert "Traceback" not in ran.output
+
+
+@pytest.mark.parametrize("words", ["--vram 11 --capability new", "--gpu T4 --vram inf"])
+def test_values_that_cannot_be_meant_are_refused_as_usage(words: str) -> None:
+    ran = CliRunner().invoke(app, ["plan", *words.split()])
+    assert ran.exit_code == 2
+    assert "Traceback" not in ran.output

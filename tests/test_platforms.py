@@ -93,8 +93,12 @@ def test_each_platform_is_found_by_its_marks_and_keeps_runs_where_they_last(
 ) -> None:
     simulate.Machine(make(tmp_path, *places), env).enter(monkeypatch)
     platform = platforms.detect()
-    assert (platform.name, platform.batch) == (name, name == "kaggle") and platform.evidence
-    assert name == "local" or platforms.folders(platform).keep == tmp_path / keep
+    assert platform.name == name
+    assert platform.evidence
+    is_kaggle = name == "kaggle"
+    assert platform.batch == is_kaggle
+    if name != "local":
+        assert platforms.folders(platform).keep == tmp_path / keep
 
 
 def test_the_override_wins_and_a_wrong_one_lists_the_right_names() -> None:
@@ -224,30 +228,63 @@ def test_the_limits_of_a_container_hold_in_both_layouts_of_cgroups(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=500 * GIB, total=512 * GIB))
     for name, text in files.items():
         simulate.Machine(tmp_path).write(f"sys/fs/cgroup/{name}", str(text))
-    assert platforms.processors() == (cpus or len(os.sched_getaffinity(0)))
+    own_processors = len(os.sched_getaffinity(0))
+    assert platforms.processors() == (cpus or own_processors)
     assert platforms.memory_gib() == pytest.approx(memory)
     assert platforms.free_memory_gib() == pytest.approx(free)
 
 
+def times_asked_for_drive(machine: simulate.Machine) -> int:
+    """How often the fake google.colab was asked to mount."""
+    log = machine.root / "fake_calls.txt"
+    calls = log.read_text().splitlines() if log.exists() else []
+    assert set(calls) <= {"mount 120000"}
+    return len(calls)
+
+
 @pytest.mark.parametrize(
-    ("env", "said", "asked"),
-    [({"FAKE_DRIVE": "headless"}, "Drive is not mounted (ValueError: mount failed for [masked]", 1),
-     ({"FAKE_DRIVE": "liar"}, "nothing is mounted at /content/drive): ", 1), ({"NBUTILS_DRIVE": "off"}, "=off", 0),
-     ({"FAKE_DRIVE": "ok", "FILES": "made before"}, "must not already contain files", 1),
-     ({"FAKE_DRIVE": "ok"}, "Drive is mounted: ", 1)],
-)  # fmt: skip
-def test_runs_are_kept_on_drive_or_stay_here_and_it_is_asked_for_once(
-    tmp_path: Path, monkeypatch: Patch, env: dict[str, str], said: str, asked: int
+    ("env", "reason", "asked"),
+    [
+        ({"FAKE_DRIVE": "headless"}, "Drive is not mounted (ValueError: mount failed for [masked]", 1),
+        ({"FAKE_DRIVE": "liar"}, "nothing is mounted at /content/drive): ", 1),
+        ({"NBUTILS_DRIVE": "off"}, "=off", 0),
+    ],
+    ids=["headless", "mounts nothing", "switched off"],
+)
+def test_without_drive_runs_stay_here_and_it_is_asked_for_once(
+    tmp_path: Path, monkeypatch: Patch, env: dict[str, str], reason: str, asked: int
 ) -> None:
     machine = simulate.colab(tmp_path, **env).enter(monkeypatch)
-    lost = machine.write("content/drive/MyDrive/x/adapter.bin", "x") if "FILES" in env else machine.root
-    first, mounted = platforms.mount_drive(), said == "Drive is mounted: "
-    assert said in first and ("To mount it" in first) != mounted and lost.exists()
-    assert platforms.folders(COLAB).keep == machine.root / (platforms.RUNS if mounted else "content/runs")
-    assert (machine.root / "content/drive/MyDrive").exists() is (mounted or "FILES" in env)
-    assert (said if mounted else "Drive is not mounted (NBUTILS_DRIVE=") in platforms.mount_drive()
-    log = machine.root / "fake_calls.txt"
-    assert (log.read_text() if log.exists() else "") == "mount 120000\n" * asked, "child processes do not ask again"
+    line = platforms.mount_drive()
+    assert reason in line
+    assert "To mount it" in line
+    assert platforms.folders(COLAB).keep == machine.root / "content/runs"
+    assert not (machine.root / "content/drive/MyDrive").exists()
+    assert "Drive is not mounted (NBUTILS_DRIVE=" in platforms.mount_drive(), "as in a child process"
+    assert times_asked_for_drive(machine) == asked
+
+
+def test_files_where_drive_belongs_are_kept_and_it_is_not_mounted(tmp_path: Path, monkeypatch: Patch) -> None:
+    machine = simulate.colab(tmp_path, FAKE_DRIVE="ok").enter(monkeypatch)
+    made_before = machine.write("content/drive/MyDrive/x/adapter.bin", "x")
+    line = platforms.mount_drive()
+    assert "must not already contain files" in line
+    assert "To mount it" in line
+    assert made_before.exists()
+    assert platforms.folders(COLAB).keep == machine.root / "content/runs"
+    assert "Drive is not mounted (NBUTILS_DRIVE=" in platforms.mount_drive(), "as in a child process"
+    assert times_asked_for_drive(machine) == 1
+
+
+def test_runs_are_kept_on_a_mounted_drive_and_it_is_asked_for_once(tmp_path: Path, monkeypatch: Patch) -> None:
+    machine = simulate.colab(tmp_path, FAKE_DRIVE="ok").enter(monkeypatch)
+    line = platforms.mount_drive()
+    assert "Drive is mounted: " in line
+    assert "To mount it" not in line
+    assert platforms.folders(COLAB).keep == machine.root / platforms.RUNS
+    assert (machine.root / "content/drive/MyDrive").exists()
+    assert "Drive is mounted: " in platforms.mount_drive(), "as in a child process"
+    assert times_asked_for_drive(machine) == 1
 
 
 def test_a_mount_that_dies_or_vanishes_is_noticed(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -285,7 +322,11 @@ class Site(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, delay: float = 0.0, status: int = 200, body: bytes = b"{}", location: str = "") -> None:
-        self.delay, self.status, self.body, self.location, self.asked = delay, status, body, location, list[Any]()
+        self.delay = delay
+        self.status = status
+        self.body = body
+        self.location = location
+        self.asked: list[Any] = []
         self.paths: list[str] = []
         super().__init__(("127.0.0.1", 0), _Answer)
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -357,13 +398,19 @@ ALL = {"hub": 0.0, "hf_mirror": 0.0, "modelscope": 0.0}
 def test_in_china_the_best_measured_is_taken_once_for_all_processes(web: Web, delays: dict, expected: str) -> None:
     sites = web(**delays)
     line = network.prepare_network(AUTODL)
-    assert line.startswith(f"network   models come from {expected}, ") and network.chosen() == expected
-    mirrored = expected == "hf-mirror"
-    assert os.environ.get("HF_ENDPOINT") == (sites["hf-mirror"].url if mirrored else None)
-    assert os.environ.get("HF_HUB_DISABLE_XET") == ("1" if mirrored else None)
+    assert line.startswith(f"network   models come from {expected}, ")
+    assert network.chosen() == expected
+    if expected == "hf-mirror":
+        assert os.environ["HF_ENDPOINT"] == sites["hf-mirror"].url
+        assert os.environ["HF_HUB_DISABLE_XET"] == "1"
+    else:
+        assert "HF_ENDPOINT" not in os.environ
+        assert "HF_HUB_DISABLE_XET" not in os.environ
     again = network.prepare_network(AUTODL)  # as in a child process, which inherits the variables
-    assert network.chosen() == expected and again == ""
-    assert all(len(site.asked) == 1 for site in sites.values())
+    assert again == ""
+    assert network.chosen() == expected
+    for site in sites.values():
+        assert len(site.asked) == 1
 
 
 def test_elsewhere_the_mirrors_are_asked_only_if_the_hub_is_silent(web: Web, monkeypatch: Patch) -> None:
@@ -488,26 +535,33 @@ STORED = {"FAKE_SECRETS": json.dumps({"HF_TOKEN": f"{VALUE} \n"}), "FAKE_USERDAT
 
 
 @pytest.mark.parametrize(
-    ("build", "env", "names", "expected", "said"),
+    ("build", "env", "secrets", "problem"),
     [
-        (simulate.colab, STORED, ["HF_TOKEN", "WANDB_API_KEY"], [VALUE, None], ""),
-        (simulate.colab, STORED | {"FAKE_NOT_GRANTED": "W"}, ["W", "HF_TOKEN"], [None, VALUE], "NotebookAccessError"),
-        (simulate.colab, {}, ["HF_TOKEN", "B_KEY"], [None, None], "TimeoutException"),
-        (simulate.kaggle, STORED, ["WANDB_API_KEY", "HF_TOKEN"], [None, VALUE], ""),
-        (simulate.kaggle, {}, ["HF_TOKEN", "B_KEY"], [None, None], "ConnectionError"),
+        (simulate.colab, STORED, {"HF_TOKEN": VALUE, "WANDB_API_KEY": None}, ""),
+        (simulate.colab, STORED | {"FAKE_NOT_GRANTED": "W"}, {"W": None, "HF_TOKEN": VALUE}, "NotebookAccessError"),
+        (simulate.colab, {}, {"HF_TOKEN": None, "B_KEY": None}, "TimeoutException"),
+        (simulate.kaggle, STORED, {"WANDB_API_KEY": None, "HF_TOKEN": VALUE}, ""),
+        (simulate.kaggle, {}, {"HF_TOKEN": None, "B_KEY": None}, "ConnectionError"),
     ],
 )
-def test_the_secrets_of_a_platform_and_a_store_that_cannot_answer_is_asked_once(
+def test_the_secrets_of_a_platform_are_found_and_a_store_that_cannot_answer_is_told_once(
     tmp_path: Path, monkeypatch: Patch, capsys: Any, build: Any,
-    env: dict[str, str], names: list[str], expected: list[str | None], said: str,
+    env: dict[str, str], secrets: dict[str, str | None], problem: str,
 ) -> None:  # fmt: skip
     machine = build(tmp_path)
     machine.env |= env
     machine.enter(monkeypatch)
-    assert [secret(name) for name in names] == expected
+    for name, value in secrets.items():
+        assert secret(name) == value
     printed = capsys.readouterr().out
-    assert said in printed and len(printed.splitlines()) == bool(said) and VALUE not in printed
-    assert VALUE not in masking.mask_secrets(VALUE) or VALUE not in expected
+    assert VALUE not in printed
+    if problem:
+        [line] = printed.splitlines()
+        assert problem in line
+    else:
+        assert printed == ""
+    if VALUE in secrets.values():
+        assert VALUE not in masking.mask_secrets(VALUE)
 
 
 T4, P100 = GPU("Tesla T4", (7, 5), 14.7, 2), GPU("Tesla P100", (6, 0), 15.9, 1)
@@ -582,12 +636,20 @@ def test_what_kaggle_saves_is_20_gb_whatever_the_disk_holds(tmp_path: Path, monk
         disk.require_disk(kaggle, 6)
 
 
-def test_how_many_more_files_a_disk_takes(tmp_path: Path, monkeypatch: Patch) -> None:
-    seen = os.statvfs("/")
-    monkeypatch.setattr("os.statvfs", lambda place: os.statvfs_result([*seen[:5], 200_000, 12, 12, *seen[8:]]))
-    assert disk.free_inodes(tmp_path / "not/there/yet") == 12
-    monkeypatch.setattr("os.statvfs", lambda place: os.statvfs_result([*seen[:5], 0, 0, 0, *seen[8:]]))
-    assert disk.free_inodes(tmp_path) is None, "a file system that does not count them"
+@pytest.mark.parametrize(
+    ("inodes", "free"),
+    [
+        ((200_000, 12, 12), 12),
+        ((0, 0, 0), None),  # a file system that does not count them
+    ],
+)
+def test_how_many_more_files_a_disk_takes(
+    tmp_path: Path, monkeypatch: Patch, inodes: tuple[int, int, int], free: int | None
+) -> None:
+    real = os.statvfs("/")
+    answer = os.statvfs_result([*real[:5], *inodes, *real[8:]])
+    monkeypatch.setattr("os.statvfs", lambda place: answer)
+    assert disk.free_inodes(tmp_path / "not/there/yet") == free
 
 
 def test_the_kernel_metadata_is_what_kaggle_takes() -> None:
