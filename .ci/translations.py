@@ -92,7 +92,7 @@ def texts_in_data() -> set[str]:
     from nbutils.files import read_json
     from nbutils.models import find_shape
     from nbutils.plan import gpus
-    from nbutils.plan.memory import terms
+    from nbutils.plan.memory import Recipe, terms
     from nbutils.serving import engine
 
     symptoms = [entry for part in diagnose.symptoms().values() for entry in part.values()]
@@ -104,7 +104,8 @@ def texts_in_data() -> set[str]:
     forecast = plan.of_options(gpus.find("T4"), {})
     texts |= {*forecast.parts, *forecast.disk_gib, *plan.fits_table(["T4"])[0]}
     for name, model in product(distributed.STRATEGIES, ("tiny", "Qwen2.5-72B")):
-        made = terms(find_shape(model), plan.table_recipe(name, 2))
+        method = distributed.STRATEGIES[name] or "qlora"
+        made = terms(find_shape(model), Recipe(method=method, engine=name, cards=2, gradient_accumulation_steps=4))
         texts |= {*made, *(one.name for summands in made.values() for one in summands)}
     texts -= {"", "GPU", "GiB", "tokens/s", "logits"}  # those are the same in Chinese
     texts |= {*get_args(data_texts.Kind), *data_texts.TODOS.values(), *build.LANGUAGES}

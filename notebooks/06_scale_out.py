@@ -184,12 +184,17 @@ from nbutils.plan import gpus, memory
 
 cards = {141: "H200", 80: "A100-80GB", 48: "L40S", 24: "RTX 4090", 16: "T4"}
 limits = {size: memory.limit_gib(gpus.find(name)) for size, name in cards.items()}
+
+def recipe_for(engine, cards):
+    method = "lora" if engine in ("fsdp_lora", "zero3") else "qlora"
+    return memory.Recipe(method=method, engine=engine, cards=cards, gradient_accumulation_steps=max(1, 8 // cards))
+
 table = []
 for model in ("Qwen2.5-14B", "Qwen2.5-32B", "Qwen2.5-72B"):
     for machines, each in [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8)]:
         row = {"model": model, "cards": f"{machines} x {each}" if machines > 1 else each}
         for name in ("ddp", "fsdp_qlora", "fsdp_lora"):
-            gib = memory.peak_gib(find_shape(model), plan.table_recipe(name, machines * each))
+            gib = memory.peak_gib(find_shape(model), recipe_for(name, machines * each))
             row[name] = f"{gib:.1f} (none)"
             for size, limit in limits.items():
                 if gib <= limit:
@@ -205,7 +210,7 @@ print(display.aligned(table))
 # %%
 from nbutils.language import tr
 
-shape, recipe = find_shape("Qwen2.5-72B"), plan.table_recipe("fsdp_qlora", 4)
+shape, recipe = find_shape("Qwen2.5-72B"), recipe_for("fsdp_qlora", 4)
 for part, size in memory.parts(shape, recipe).items():
     print(f"{size:6.2f} GiB  {tr(part)}")
     for term in memory.terms(shape, recipe).get(part, []):

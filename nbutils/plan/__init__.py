@@ -18,8 +18,7 @@ from nbutils.models import find_shape
 from nbutils.plan import gpus as gpu_table
 from nbutils.plan.forecast import RECOMPUTE_MODES, Forecast, assumed_rows, known_shape, of_profile
 from nbutils.plan.gpus import GPUSpec
-from nbutils.plan.memory import Recipe
-from nbutils.plan.recipe import LARGEST_STEP, Choices, apply
+from nbutils.plan.recipe import Choices, apply
 
 RENTED = "RTX 4090"  # the usual rented GPU
 OPTIONS = {  # of the command line, which are values of a profile
@@ -160,19 +159,6 @@ def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
     rows = assumed_rows(profile, options.get("rows"), options.get("mean_length"))
     strategy = options.get("engine") or "ddp"
     return of_profile(profile, gpu, shape, rows, strategy)
-
-
-def table_recipe(strategy: str, cards: int) -> Recipe:
-    """Rows of 2,048 tokens one by one, in the course's largest step; where a strategy takes any base, one in 4 bits.
-
-    Example: `memory.peak_gib(find_shape("Qwen2.5-72B"), table_recipe("fsdp_qlora", 4))`
-    """
-    return Recipe(
-        method=distributed.STRATEGIES[strategy] or "qlora",
-        gradient_accumulation_steps=max(1, LARGEST_STEP // cards),
-        engine=strategy,
-        cards=cards,
-    )
 
 
 def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:
