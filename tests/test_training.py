@@ -16,8 +16,8 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from dataclasses import astuple
-from itertools import chain, count
+from dataclasses import astuple, dataclass
+from itertools import chain, count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +40,7 @@ from transformers import (
     EarlyStoppingCallback,
     TrainerCallback,
 )
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -50,7 +51,7 @@ from nbutils.training import oom, resume, run, validation
 from nbutils.training.oom import StepSettings
 from nbutils.training.sharding import full_weights
 
-FINGERPRINT = dict[str, Any](seed=1)
+FINGERPRINT: dict[str, Any] = {"seed": 1}
 RTX_4090 = hardware.GPU("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 1)
 
 
@@ -66,14 +67,15 @@ def quick() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def lesson_in(folder: Path, **attached: Any) -> Any:
-    """The folders and the profile of a lesson; `attached` are `inputs` and `earlier` of its folders."""
+def lesson_in(folder: Path, inputs: Path | None = None, earlier: tuple[Path, ...] = ()) -> Any:
+    """The folders and the profile of a lesson; checkpoints may also lie in `inputs` and in `earlier` folders."""
     run = lesson.RunFolder(folder / "runs/demo")
     run.path.mkdir(parents=True, exist_ok=True)
-    folders = platforms.Folders(folder, folder / "scratch", folder / "runs", **{"inputs": None} | attached)
+    scratch = folder / "scratch"
+    folders = platforms.Folders(folder, scratch, folder / "runs", inputs, earlier)
     local = platforms.Platform("local", "")
     resolved = profiles.resolve("tiny", gpu=None, platform=local, online=lambda: False)
-    return SimpleNamespace(run=run, folders=folders, scratch=folder / "scratch/demo", profile=resolved.profile)
+    return SimpleNamespace(run=run, folders=folders, scratch=scratch / "demo", profile=resolved.profile)
 
 
 SIZES: dict[str, Any] = {
@@ -105,203 +107,313 @@ def one_step(model: Any, recompute: bool) -> tuple[torch.Tensor, dict[str, torch
         model.enable_input_require_grads()
     model.zero_grad()
     torch.manual_seed(2)  # for dropout
-    ids = torch.randint(2, 100, (2, 17), generator=torch.Generator().manual_seed(3)).to(model.device)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(2, 100, (2, 17), generator=generator).to(model.device)
     out = model(input_ids=ids, labels=ids, use_cache=False)
     out.loss.backward()
-    return out.logits.detach(), {
-        key: weight.grad.clone() for key, weight in model.named_parameters() if weight.grad is not None
-    }
+    grads = {}
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            grads[name] = weight.grad.clone()
+    return out.logits.detach(), grads
 
 
 def tiny(**options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype="float32", **options)
 
 
+class ClampedMLP(Qwen2MLP):
+    """An MLP that computes something the kernels do not know."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden).clamp(-0.01, 0.01)
+
+
+class EightBitLinear(nn.Linear):
+    """A linear layer with a quantization the kernels do not know."""
+
+
 def model_with(what: str) -> Any:
     """A model of another family, in 4 bits, or with something the kernels do not know."""
     if what == "4 bit":
         return tiny(quantization_config=FOUR_BIT, device_map={"": "cpu"})
-    base = random_model("glm4" if what == "glm4" else "qwen2")
-    mlp = type(base.model.layers[0].mlp)
-    clamped = type("Clamped", (mlp,), {"forward": lambda self, x: mlp.forward(self, x).clamp(-0.01, 0.01)})
-    for layer in base.model.layers:
-        if what == "unknown MLP":
-            layer.mlp.__class__ = clamped
-        elif what == "hook on the MLP":
-            layer.mlp.register_forward_hook(lambda module, inputs, out: out * out)
-    if what == "unknown quantization":
-        base.model.layers[0].mlp.up_proj.__class__ = type("EightBit", (nn.Linear,), {})
+    if what == "glm4":
+        return random_model("glm4")
+    base = random_model()
+    mlps = [layer.mlp for layer in base.model.layers]
+    if what == "unknown MLP":
+        for mlp in mlps:
+            mlp.__class__ = ClampedMLP
+    elif what == "hook on the MLP":
+        for mlp in mlps:
+            mlp.register_forward_hook(lambda module, inputs, out: out * out)
+    elif what == "unknown quantization":
+        mlps[0].up_proj.__class__ = EightBitLinear
     return base
 
 
 @pytest.mark.parametrize("first", ["answers", "validation"])
 def test_four_bit_weights_stay_as_training_reads_them(first: str) -> None:
-    model, flag = model_with("4 bit"), "support_avx512bf16_for_cpu"
-    layers = [layer for layer in model.modules() if hasattr(layer, flag)]
+    model = model_with("4 bit")
+    packs_for_answers = "support_avx512bf16_for_cpu"
+    layers = [layer for layer in model.modules() if hasattr(layer, packs_for_answers)]
+    assert layers
     for layer in layers:
-        setattr(layer, flag, True)  # as on a CPU where bitsandbytes packs them for answers
+        setattr(layer, packs_for_answers, True)  # as on a CPU where bitsandbytes packs them for answers
     before = [layer.weight.data.clone() for layer in layers]
+
     if first == "answers":
-        row = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
-        evaluation.answer_rows(model, AutoTokenizer.from_pretrained(files.TINY_MODEL), [row], max_new_tokens=2)
+        tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL)
+        question = {"role": "user", "content": "1"}
+        answer = {"role": "assistant", "content": "2"}
+        evaluation.answer_rows(model, tokenizer, [{"messages": [question, answer]}], max_new_tokens=2)
     else:
         lora.patch_model(adapted(model), fused=False)
         with torch.inference_mode():
             model.eval()(torch.tensor([[5, 6, 7]]))
-    assert before and all(torch.equal(layer.weight.data, was) for layer, was in zip(layers, before, strict=True))
+
+    for layer, weight in zip(layers, before, strict=True):
+        assert torch.equal(layer.weight.data, weight)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     ("what", "layers"),
-    [("qwen2", 21), ("dropout", 21), ("glm4", 18), ("unknown MLP", 21), ("unknown quantization", 20),
-     ("hook on the MLP", 21), ("4 bit", None)],  # in glm4, gate and up are one matrix
-)  # fmt: skip
-def test_outputs_and_gradients_are_pefts(what: str, layers: int | None, recompute: bool) -> None:
-    model = adapted(model_with(what), lora_dropout=0.3 if what == "dropout" else 0.0)
+    [
+        ("qwen2", 21),
+        ("dropout", 21),
+        ("glm4", 18),  # gate and up are one matrix
+        ("unknown MLP", 21),
+        ("unknown quantization", 20),
+        ("hook on the MLP", 21),
+        ("4 bit", 42),  # the bundled model has 6 layers, the others 3
+    ],
+)
+def test_outputs_and_gradients_are_pefts(what: str, layers: int, recompute: bool) -> None:
+    dropout = 0.3 if what == "dropout" else 0.0
+    model = adapted(model_with(what), lora_dropout=dropout)
     logits, grads = one_step(model, recompute)
-    fused = lora.patch_model(model, fused=False)
-    assert fused == lora.patch_model(model, fused=False) == (layers or 7 * model.config.num_hidden_layers)
+
+    assert lora.patch_model(model, fused=False) == layers
+    assert lora.patch_model(model, fused=False) == layers, "patching twice is patching once"
     fused_logits, fused_grads = one_step(model, recompute)
+
     torch.testing.assert_close(fused_logits, logits, rtol=1e-4, atol=1e-4)
-    assert set(fused_grads) == set(grads) and grads
+    assert grads
+    assert set(fused_grads) == set(grads)
     for name, grad in grads.items():
-        assert (fused_grads[name] - grad).abs().max() < 1e-4 * grad.abs().max(), name
+        error = (fused_grads[name] - grad).abs().max()
+        assert error < 1e-4 * grad.abs().max(), name
+
+
+def distance(grads: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    """The Euclidean distance of all gradients from the true ones."""
+    squares = [(grads[name] - truth[name]).square().sum().item() for name in truth]
+    return math.sqrt(sum(squares))
 
 
 def errors_in_16_bits(device: str, liger: bool, recompute: bool) -> dict[str, float]:
     """How far PEFT's gradients and ours are from those in 32 bits; the base in bfloat16, as in lesson 03."""
-    model = adapted(random_model().to(torch.bfloat16).float()).to(device)
+    base = random_model().to(torch.bfloat16).float()
+    model = adapted(base).to(device)
     _, truth = one_step(model, recompute=False)
     for name, weight in model.named_parameters():
-        weight.data = weight.data if "lora" in name else weight.data.to(torch.bfloat16)
+        if "lora" not in name:
+            weight.data = weight.data.to(torch.bfloat16)
+
     with torch.autocast(device, torch.bfloat16):
         _, pefts = one_step(model, recompute)
         lora.patch_model(model, liger)
         _, ours = one_step(model, recompute)
-    assert {grad.dtype for grad in ours.values()} == {torch.float32} and set(ours) == set(truth)
-    return {
-        kind: sum(((grads[name] - truth[name]) ** 2).sum().item() for name in truth) ** 0.5
-        for kind, grads in {"ours": ours, "pefts": pefts}.items()
-    }
+
+    assert set(ours) == set(truth)
+    assert {grad.dtype for grad in ours.values()} == {torch.float32}
+    return {"ours": distance(ours, truth), "pefts": distance(pefts, truth)}
 
 
-def test_16_bits_are_as_exact_as_pefts_and_a_recomputed_layer_skips_its_last_product(monkeypatch: Any) -> None:
+def test_16_bits_are_as_exact_as_pefts() -> None:
     errors = errors_in_16_bits("cpu", liger=False, recompute=False)
     assert 0 < errors["ours"] < 1.1 * errors["pefts"]
-    model, product, recomputed = adapted(random_model()), lora._product, []
-    backward = lambda: torch._C._current_graph_task_id() != -1  # noqa: E731
+
+
+def test_a_recomputed_layer_skips_its_last_product(monkeypatch: Any) -> None:
+    model = adapted(random_model())
     lora.patch_model(model, fused=False)
-    monkeypatch.setattr(lora, "_product", lambda *operands: recomputed.append(backward()) or product(*operands))
+    product = lora._product
+    in_backward_pass: list[bool] = []
+
+    def noted_product(*operands: Any) -> Any:
+        in_backward_pass.append(torch._C._current_graph_task_id() != -1)
+        return product(*operands)
+
+    monkeypatch.setattr(lora, "_product", noted_product)
     one_step(model, recompute=True)
-    assert recomputed.count(False) == 21 and recomputed.count(True) == 18
-    assert type(random_model("glm4").model.layers[0]).__name__ not in lora.ENDS_WITH_MLP  # a norm follows its MLP
+    assert in_backward_pass.count(False) == 21  # 7 in each of 3 layers
+    assert in_backward_pass.count(True) == 18  # computed again, but for the last one of each layer
+
+    glm4_layer = type(random_model("glm4").model.layers[0])
+    assert glm4_layer.__name__ not in lora.ENDS_WITH_MLP, "a norm follows its MLP"
 
 
 def test_evaluation_other_adapters_and_variants_are_pefts_own() -> None:
-    assert lora.patch_model(adapted(random_model(), use_dora=True), fused=False) == 0
-    model, ids = adapted(random_model()), torch.arange(2, 12)[None]
+    dora = adapted(random_model(), use_dora=True)
+    assert lora.patch_model(dora, fused=False) == 0
+
+    model = adapted(random_model())
+    ids = torch.arange(2, 12)[None]
 
     def outputs() -> list[torch.Tensor]:
         with torch.no_grad(), model.eval().disable_adapter():
             base = model.train()(input_ids=ids).logits
-        return [base, model.eval()(input_ids=ids).logits.detach()]
+        tuned = model.eval()(input_ids=ids).logits.detach()
+        return [base, tuned]
 
     before = outputs()
     lora.patch_model(model, fused=False)
     torch.testing.assert_close(outputs(), before)
+
     model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear"))
     model.train()(input_ids=ids)
-    model.merge_and_unload().train()(input_ids=ids)
+    merged = model.merge_and_unload()
+    merged.train()(input_ids=ids)
 
 
 def test_checksums_see_one_changed_weight_and_two_swapped_ones() -> None:
-    model = nn.Linear(40, 40)
-    model.bias.requires_grad_(False)
-    before = lora.weight_checksums(model)
-    assert lora.weight_checksums(copy.deepcopy(model)) == before == {"weight": (True, ANY), "bias": (False, ANY)}
+    layer = nn.Linear(40, 40)
+    layer.bias.requires_grad_(False)
+    before = lora.weight_checksums(layer)
+    assert before == {"weight": (True, ANY), "bias": (False, ANY)}  # whether it is trained, and its checksum
+    assert lora.weight_checksums(copy.deepcopy(layer)) == before
+
     with torch.no_grad():
-        model.weight[3, 3] += 1e-3
-        model.bias[[0, 1]] = model.bias[[1, 0]]
-    assert all(checksum != before[name] for name, checksum in lora.weight_checksums(model).items())
-
-
-def test_dtypes_are_counted_and_adapters_cast_to_float32(tmp_path: Path) -> None:
-    model = model_with("4 bit")
-    assert lora.weight_kinds(model.requires_grad_(False))["nf4, double"] == 7 * model.config.num_hidden_layers
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
-    layers[0].requires_grad_(False)
-    lora.repair_precision(layers)
-    assert lora.weight_kinds(layers) == {"bfloat16": 2}
-    assert {weight.dtype for weight in layers[1].parameters()} == {torch.float32}
-    lora.require_unquantized(str(files.TINY_MODEL))
-    config = json.loads((files.TINY_MODEL / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
-    with refused(f"config.json of {tmp_path!s} says that"):
-        lora.require_unquantized(str(tmp_path))
+        layer.weight[3, 3] += 1e-3
+        layer.bias[[0, 1]] = layer.bias[[1, 0]]
+    after = lora.weight_checksums(layer)
+    assert after["weight"] != before["weight"]
+    assert after["bias"] != before["bias"]
 
 
 ROWS = [[5, 6, 7, 8, 9], [20, 21, 22], [30, 31, 32, 33], [40, 41]]
 
 
-def packed(rows: list[list[int]]) -> dict[str, Any]:
+def test_the_base_is_counted_as_nf4() -> None:
+    model = model_with("4 bit").requires_grad_(False)
+    kinds = lora.weight_kinds(model)
+    assert kinds["nf4, double"] == 7 * model.config.num_hidden_layers
+
+
+def test_weights_that_are_trained_are_cast_to_float32_and_the_frozen_stay() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
+    frozen, trained = layers
+    frozen.requires_grad_(False)
+    lora.repair_precision(layers)
+    assert lora.weight_kinds(layers) == {"bfloat16": 2}, "of the frozen weights"
+    assert {weight.dtype for weight in trained.parameters()} == {torch.float32}
+
+
+def test_a_base_that_is_quantized_already_is_refused(tmp_path: Path) -> None:
+    lora.require_unquantized(str(files.TINY_MODEL))
+    config = json.loads((files.TINY_MODEL / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with refused(f"config.json of {tmp_path!s} says that"):
+        lora.require_unquantized(str(tmp_path))
+
+
+def packed_row(examples: list[list[int]]) -> dict[str, Any]:
+    """Some examples as one row."""
+    tokens = [*chain.from_iterable(examples)]
+    lengths = [len(example) for example in examples]
+    return {"input_ids": tokens, "labels": tokens, "seq_lengths": lengths}
+
+
+def packed(examples: list[list[int]]) -> dict[str, Any]:
     """Two packed rows, flattened by TRL's collator as the trainer's are."""
-    halves = (rows[: len(rows) // 2], rows[len(rows) // 2 :])
-    examples = [
-        {"input_ids": [*chain(*half)], "labels": [*chain(*half)], "seq_lengths": [*map(len, half)]} for half in halves
-    ]
-    batch = lora.with_boundaries(DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True))(examples)
+    middle = len(examples) // 2
+    rows = [packed_row(examples[:middle]), packed_row(examples[middle:])]
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    batch = lora.with_boundaries(collate)(rows)
     batch.pop("labels")
     return batch
 
 
-def varlen_kernel(*flat: torch.Tensor, **rest: Any) -> torch.Tensor:
+def varlen_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: torch.Tensor, *_: Any, **options: Any
+) -> torch.Tensor:
     """Torch's varlen kernel as its documentation describes it, in slow steps: it has no CPU form of its own."""
-    query, key, value, edges, *_ = flat
-    out, group, left = torch.zeros_like(query), query.shape[1] // key.shape[1], rest["window_size"][0]
-    for start, end in zip(edges.tolist()[:-1], edges.tolist()[1:], strict=True):
-        q = query[start:end].transpose(0, 1)
-        k, v = (states[start:end].transpose(0, 1).repeat_interleave(group, dim=0) for states in (key, value))
-        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None]
-        hidden = (distance < 0) | ((distance > left) & (left >= 0))
-        scores = (q @ k.transpose(1, 2) * rest["scale"]).masked_fill(hidden, float("-inf"))
-        out[start:end] = scores.softmax(-1).matmul(v).transpose(0, 1)
+    queries_of_a_key = query.shape[1] // key.shape[1]  # heads
+    looks_back = options["window_size"][0]  # negative: to the first token
+    out = torch.zeros_like(query)
+    for start, end in pairwise(edges.tolist()):
+        queries = query[start:end].transpose(0, 1)
+        keys = key[start:end].transpose(0, 1).repeat_interleave(queries_of_a_key, dim=0)
+        values = value[start:end].transpose(0, 1).repeat_interleave(queries_of_a_key, dim=0)
+        positions = torch.arange(end - start)
+        distances = positions[:, None] - positions
+        hidden = distances < 0
+        if looks_back >= 0:
+            hidden |= distances > looks_back
+        scores = queries @ keys.transpose(1, 2) * options["scale"]
+        attention = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        out[start:end] = (attention @ values).transpose(0, 1)
     return out
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager", "varlen", "varlen without boundaries"])
-def test_packed_rows_have_the_logits_of_single_rows(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "with_boundaries"), [("sdpa", True), ("eager", True), ("varlen", True), ("varlen", False)]
+)
+def test_packed_rows_have_the_logits_of_single_rows(
+    backend: str, with_boundaries: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_kernel)
-    name = lora.attention(backend.split()[0])
+    name = lora.attention(backend)
     model = tiny(attn_implementation=name).eval()
     assert model.config._attn_implementation == name
 
-    def logits(**batch: Any) -> torch.Tensor:
-        added = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-        dropped = added if "without" in backend else ()
+    def logits(batch: dict[str, Any]) -> torch.Tensor:
+        dropped = set() if with_boundaries else BOUNDARIES
+        inputs = {key: batch[key] for key in batch.keys() - dropped}
         with torch.inference_mode():
-            return model(**{key: batch[key] for key in batch if key not in dropped}, use_cache=False).logits[0]
+            return model(**inputs, use_cache=False).logits[0]
 
-    together = logits(**packed(ROWS))
-    single = torch.cat([logits(input_ids=torch.tensor([row])) for row in ROWS])
-    torch.testing.assert_close(together, single, rtol=1e-4, atol=1e-5)
-    changed = logits(**packed([[50, 51, 52, 53, 54], *ROWS[1:]]))
-    different = (together - changed).abs().amax(dim=-1) > 1e-6
-    assert different[:5].all() and not different[5:].any()
+    together = logits(packed(ROWS))
+    single = [logits({"input_ids": torch.tensor([row])}) for row in ROWS]
+    torch.testing.assert_close(together, torch.cat(single), rtol=1e-4, atol=1e-5)
+
+    other_first = [50, 51, 52, 53, 54]
+    changed = logits(packed([other_first, *ROWS[1:]]))
+    differences = (together - changed).abs().amax(dim=-1)
+    assert (differences[:5] > 1e-6).all()
+    assert (differences[5:] <= 1e-6).all(), "no other row sees the first"
 
 
-def test_padded_batches_use_torchs_ordinary_attention_and_what_the_kernel_lacks_is_refused() -> None:
-    models = [tiny(attn_implementation=name).eval() for name in (lora.attention("varlen"), "sdpa")]
+def test_padded_batches_use_torchs_ordinary_attention() -> None:
+    varlen = tiny(attn_implementation=lora.attention("varlen")).eval()
+    sdpa = tiny(attn_implementation="sdpa").eval()
     ids = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
     mask = (ids != 0).long()
+
     with torch.inference_mode():
-        torch.testing.assert_close(*(model(input_ids=ids, attention_mask=mask).logits[mask.bool()] for model in models))
-    said = [model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False) for model in models]
-    assert torch.equal(*said)
-    query, parts = torch.zeros(1, 4, 3, 8), {"dropout": 0.1, "s_aux": torch.zeros(4), "softcap": 50.0}
-    for part, value in parts.items():
-        with refused("attention has dropout, sinks or softcap"):
-            lora._attend(nn.Module(), query, query, query, None, **{part: value})
+        logits = varlen(input_ids=ids, attention_mask=mask).logits
+        expected = sdpa(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()])
+
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(varlen.generate(ids, **options), sdpa.generate(ids, **options))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"dropout": 0.1}, {"s_aux": torch.zeros(4)}, {"softcap": 50.0}],
+    ids=["dropout", "sinks", "softcap"],
+)
+def test_what_the_kernel_lacks_is_refused(option: dict[str, Any]) -> None:
+    query = torch.zeros(1, 4, 3, 8)
+    with refused("attention has dropout, sinks or softcap"):
+        lora._attend(nn.Module(), query, query, query, None, **option)
 
 
 TRACKERS = ("WANDB_MODE", "WANDB_SILENT", "WANDB_CONSOLE", "WANDB_API_KEY", "TENSORBOARD_LOGGING_DIR")
@@ -315,66 +427,97 @@ def no_trackers(monkeypatch: Any) -> None:
         monkeypatch.delenv(name)
 
 
-def report_to(scratch: Path, chosen: Any = None) -> list[str]:
-    """The trackers of a profile that names these."""
-    sft: Any = SimpleNamespace() if chosen is None else SimpleNamespace(report_to=chosen)
+def report_to(scratch: Path, chosen: str | list[str] | None = None) -> list[str]:
+    """The trackers of a profile that names these, or none."""
+    sft: Any = SimpleNamespace()
+    if chosen is not None:
+        sft.report_to = chosen
     return tracking.report_to(sft, scratch)
 
 
 @pytest.mark.usefixtures("no_trackers")
 def test_a_profile_names_any_tracker_of_transformers(tmp_path: Path, capsys: Any) -> None:
-    assert report_to(tmp_path, "none") == report_to(tmp_path, []) == [] and capsys.readouterr().out == ""
-    assert report_to(tmp_path, "tensorboard") == ["tensorboard"] and wandb.run is None
+    assert report_to(tmp_path, "none") == []
+    assert report_to(tmp_path, []) == []
+    assert capsys.readouterr().out == ""
+    assert report_to(tmp_path, "tensorboard") == ["tensorboard"]
+    assert wandb.run is None
     assert "wandb" not in capsys.readouterr().out
     assert report_to(tmp_path, ["tensorboard", "comet_ml"]) == ["tensorboard", "comet_ml"]
 
 
 @pytest.mark.usefixtures("no_trackers")
 @pytest.mark.slow
-def test_wandb_is_offline_in_the_run_folder_or_online_with_a_key(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_wandb_is_offline_in_the_run_folder(tmp_path: Path, capsys: Any) -> None:
     assert report_to(tmp_path) == ["tensorboard", "wandb"]
     tracking.end_trackers(tmp_path / "kept")  # the logs are copied there
     assert list((tmp_path / "logs/wandb").glob("offline-*"))
     assert f"wandb sync {tmp_path}/kept/wandb/offline-*\n" in capsys.readouterr().out
     assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path / "logs/tensorboard")
-    good, wrong, seen = "k" * 40, "w" * 40, list[str]()
+
+
+GOOD_KEY = "k" * 40
+
+
+WRONG_KEY = "w" * 40
+
+
+@pytest.mark.usefixtures("no_trackers")
+@pytest.mark.parametrize(
+    ("mode", "key", "tried"),
+    [
+        ("offline", GOOD_KEY, ["offline"]),
+        ("online", WRONG_KEY, ["online", "offline"]),
+        ("online", GOOD_KEY, ["online"]),
+    ],
+)
+def test_wandb_is_online_with_a_key_that_is_never_shown(
+    mode: str, key: str, tried: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    modes: list[str] = []
 
     def init(mode: str, **_: object) -> None:
-        seen.append(mode)
-        if mode == "online" and os.environ["WANDB_API_KEY"] == wrong:
-            raise RuntimeError(f"key {wrong} is not valid")
+        modes.append(mode)
+        key = os.environ["WANDB_API_KEY"]
+        if mode == "online" and key == WRONG_KEY:
+            raise RuntimeError(f"key {key} is not valid")
 
     monkeypatch.setattr(wandb, "init", init)
-    online, offline = ["online"], ["offline"]
-    for mode, key, modes in (("offline", good, offline), ("online", wrong, online + offline), ("online", good, online)):
-        monkeypatch.setenv("WANDB_MODE", mode)
-        monkeypatch.setenv("WANDB_API_KEY", key)
-        seen.clear()
-        report_to(tmp_path)
-        assert seen == modes and key not in capsys.readouterr().out
+    monkeypatch.setenv("WANDB_MODE", mode)
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    report_to(tmp_path)
+    assert modes == tried
+    assert key not in capsys.readouterr().out
 
 
 def test_tensorboard_is_opened_as_the_platform_allows(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
-    logs, panel = tmp_path / "scratch/logs/tensorboard", tmp_path / "root/tf-logs"
+    logs = tmp_path / "scratch/logs/tensorboard"
+    panel = tmp_path / "root/tf-logs"
     assert "--logdir" in tracking.how_to_open(logs, "demo", "autodl"), "an image without the panel"
+
     panel.mkdir(parents=True)
     (panel / "demo").symlink_to(tmp_path / "earlier")
     for _ in range(2):  # the cell runs again
-        assert "demo" in tracking.how_to_open(logs, "demo", "autodl") and (panel / "demo").readlink() == logs
-    (panel / "mine").mkdir()
-    assert "--logdir" in tracking.how_to_open(logs, "mine", "autodl") and not (panel / "mine").is_symlink()
+        assert "demo" in tracking.how_to_open(logs, "demo", "autodl")
+        assert (panel / "demo").readlink() == logs
+
+    (panel / "mine").mkdir()  # not a link: somebody's own folder
+    assert "--logdir" in tracking.how_to_open(logs, "mine", "autodl")
+    assert not (panel / "mine").is_symlink()
+
     assert f"%tensorboard --logdir {logs}" in tracking.how_to_open(logs, "demo", "colab")
     assert "ssh -L 6006:127.0.0.1:6006" in tracking.how_to_open(logs, "demo", "runpod")
 
 
 def test_swanlab_is_used_where_it_is_chosen_and_never_costs_the_training(tmp_path: Path, monkeypatch: Any) -> None:
-    modes, secret, fails = list[str](), "s" * 40, True
+    modes: list[str] = []
+    valid_keys: list[str] = []
 
     def init(mode: str, **_: object) -> None:
         modes.append(mode)
-        if mode == "online" and fails:
-            raise RuntimeError(f"key {secret} is not valid")
+        if mode == "online" and GOOD_KEY not in valid_keys:
+            raise RuntimeError(f"key {GOOD_KEY} is not valid")
 
     fake = SimpleNamespace(init=init, has_run=lambda: False)
     monkeypatch.setitem(sys.modules, "swanlab", fake)
@@ -383,23 +526,33 @@ def test_swanlab_is_used_where_it_is_chosen_and_never_costs_the_training(tmp_pat
         monkeypatch.setenv(f"SWANLAB_{name}", "x")  # so that what the code sets is undone afterwards
         monkeypatch.delenv(f"SWANLAB_{name}")
 
-    def started() -> str:
+    def begin() -> str:
+        """What is said of SwanLab as the training begins."""
         return tracking._begin_swanlab(tmp_path, "demo")
 
-    assert started() == "" and not modes, "nobody chose it"
+    assert begin() == "", "nobody chose it"
+    assert modes == []
+
     monkeypatch.setenv("SWANLAB_MODE", "offline")
-    assert "offline" in started() and modes == ["offline"]
+    assert "offline" in begin()
+    assert modes == ["offline"]
     monkeypatch.delenv("SWANLAB_MODE")
-    monkeypatch.setenv("SWANLAB_API_KEY", secret)
-    said = started()
-    assert modes[1:] == ["online", "offline"] and "RuntimeError" in said and secret not in said
-    fails = False
-    assert started() == "swanlab online"
+
+    modes.clear()
+    monkeypatch.setenv("SWANLAB_API_KEY", GOOD_KEY)
+    message = begin()
+    assert modes == ["online", "offline"]
+    assert "RuntimeError" in message
+    assert GOOD_KEY not in message
+
+    valid_keys.append(GOOD_KEY)
+    assert begin() == "swanlab online"
+
     monkeypatch.setenv("SWANLAB_MODE", "disabled")
-    assert started() == ""
+    assert begin() == ""
     monkeypatch.delenv("SWANLAB_MODE")
     monkeypatch.setattr(tracking.install, "unsatisfied", list)
-    assert started() == "", "it is not installed"
+    assert begin() == "", "it is not installed"
 
 
 def keep_one(store: Path, step: int, content: str = "") -> None:
@@ -418,14 +571,22 @@ def resumed_at(lesson: Any, how: str = "auto") -> int:
 def test_the_newest_of_run_folder_and_earlier_folders_is_resumed(tmp_path: Path) -> None:
     lesson = lesson_in(tmp_path, earlier=(tmp_path / "old",))
     assert resumed_at(lesson) == 0
+
     keep_one(tmp_path / "old/demo/checkpoints", 5)
-    assert resumed_at(lesson) == 5 and (lesson.run.checkpoints / "checkpoint-5.tar").exists()
+    assert resumed_at(lesson) == 5
+    assert (lesson.run.checkpoints / "checkpoint-5.tar").exists()
+
     keep_one(lesson.run.checkpoints, 7)
-    (lesson.scratch / "trainer/checkpoint-99").mkdir(parents=True)  # left by a killed run: proves nothing
-    assert resumed_at(lesson) == 7 and not (lesson.scratch / "trainer/checkpoint-99").exists()
-    (lesson.run.path / resume.OOM_FILE).write_text("{}")
-    assert resumed_at(lesson, "never") == 0 and resumed_at(lesson) == 0
-    assert not (lesson.run.path / resume.OOM_FILE).exists()
+    unproven = lesson.scratch / "trainer/checkpoint-99"  # left by a killed run
+    unproven.mkdir(parents=True)
+    assert resumed_at(lesson) == 7
+    assert not unproven.exists()
+
+    oom_changes = lesson.run.path / resume.OOM_FILE
+    oom_changes.write_text("{}")
+    assert resumed_at(lesson, "never") == 0
+    assert resumed_at(lesson) == 0
+    assert not oom_changes.exists()
 
 
 def test_a_chosen_checkpoint_is_resumed_and_later_ones_are_set_aside(tmp_path: Path) -> None:
@@ -437,14 +598,17 @@ def test_a_chosen_checkpoint_is_resumed_and_later_ones_are_set_aside(tmp_path: P
         resumed_at(lesson, "7")
     with refused("The checkpoints in this run are of another training"):
         resume.resume_point(lesson.run, lesson.folders, {"other": 1}, "8")
+
     assert resumed_at(lesson, "8") == 8
     aside = {path.name for path in lesson.run.checkpoints.glob("*.aside")}
     assert aside == {"checkpoint-10.tar.aside", "checkpoint-10.json.aside"}
+
     shutil.rmtree(lesson.scratch)  # a new machine
     assert resumed_at(lesson) == 8
     keep_one(lesson.run.checkpoints, 10, "of the new branch")
     newest = resume.resume_point(lesson.run, lesson.folders, FINGERPRINT, "auto")
-    assert newest and (newest / "x").read_text() == "of the new branch"
+    assert newest is not None
+    assert (newest / "x").read_text() == "of the new branch"
 
 
 def test_a_run_continues_from_the_attached_read_only_output_of_the_last(tmp_path: Path) -> None:
@@ -457,12 +621,14 @@ def test_a_run_continues_from_the_attached_read_only_output_of_the_last(tmp_path
     lesson = lesson_in(tmp_path, inputs=tmp_path / "input")
     assert resumed_at(lesson) == 20
     assert (lesson.run.checkpoints / "checkpoint-20.json").exists()  # so that the chain can go on from here
-    assert resumed_at(lesson, "never") == 0 and (attached / "checkpoint-20.tar").exists()
+    assert resumed_at(lesson, "never") == 0
+    assert (attached / "checkpoint-20.tar").exists()
 
 
 def test_a_second_training_in_the_same_run_is_refused(tmp_path: Path) -> None:
     lesson = lesson_in(tmp_path)
-    assert resumed_at(lesson) == resumed_at(lesson) == 0  # the same kernel may start again
+    assert resumed_at(lesson) == 0
+    assert resumed_at(lesson) == 0, "the same kernel may start again"
     other = FileLock(lesson.scratch / "training.lock", timeout=0)
     with pytest.raises(Timeout):
         other.acquire()
@@ -480,7 +646,8 @@ def test_a_disk_without_locks_is_warned_of_once_and_still_has_one_training(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     lesson = lesson_in(tmp_path)
-    assert resumed_at(lesson) == resumed_at(lesson) == 0
+    assert resumed_at(lesson) == 0
+    assert resumed_at(lesson) == 0
     assert capsys.readouterr().out.count("[WARN]") == 1
     monkeypatch.setattr(resume, "_LOCKS", {})  # as another process sees it
     with refused("training in demo right now."):
@@ -489,54 +656,134 @@ def test_a_disk_without_locks_is_warned_of_once_and_still_has_one_training(
 
 def test_the_fingerprint_of_a_model_is_its_content_and_not_its_place(tmp_path: Path) -> None:
     def fingerprint(folder: str, changed_at: int = 0) -> dict[str, str]:
-        place, content = tmp_path / folder / "m", bytearray(3 * files.CHUNK)
+        """Of a model whose weights are all 0, but for one matrix of many that begins at this byte."""
+        content = bytearray(3 * files.CHUNK)
+        matrix = b"\x01" * (len(content) // 40)
+        content[changed_at : changed_at + len(matrix)] = matrix
+        place = tmp_path / folder / "m"
         place.mkdir(parents=True, exist_ok=True)
-        content[changed_at : changed_at + len(content) // 40] = bytes([1]) * (len(content) // 40)  # one matrix of many
         (place / "config.json").write_text("{}")
         (place / "model.safetensors").write_bytes(content)
         return resume.model_fingerprint(str(place), str(place))
 
-    assert fingerprint("one") == fingerprint("other") and fingerprint("one")["name"] == "m"
-    assert len({fingerprint("one", at * files.CHUNK // 4)["content"] for at in range(11)}) == 11
-    frozen = json.loads((Path(__file__).with_name("contracts.json")).read_text())["checkpoint"]["fingerprint"]["model"]
+    here = fingerprint("here")
+    assert here["name"] == "m"
+    assert fingerprint("elsewhere") == here
+    contents = set()
+    for quarter in range(11):
+        changed = fingerprint("here", changed_at=quarter * files.CHUNK // 4)
+        contents.add(changed["content"])
+    assert len(contents) == 11, "each matrix counts"
+
+
+def test_the_fingerprint_of_the_bundled_model_stays_the_same() -> None:
+    contracts = json.loads(Path(__file__).with_name("contracts.json").read_text())
+    frozen = contracts["checkpoint"]["fingerprint"]["model"]
     assert resume.model_fingerprint(str(files.TINY_MODEL), "tiny") == frozen
 
 
-@pytest.mark.parametrize(("step", "max_steps", "left"), [(20, 20, 0), (20, 25, 5), (20, 10, 0), (7, -1, 2)])
+@pytest.mark.parametrize(
+    ("step", "max_steps", "left"),
+    [
+        (20, 20, 0),
+        (20, 25, 5),
+        (20, 10, 0),
+        (7, -1, 2),  # 9 steps: 1.5 passes over 21 rows, 4 of them a step
+    ],
+)
 def test_what_is_left_to_train_is_counted(tmp_path: Path, step: int, max_steps: int, left: int) -> None:
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": []}))
-    epochs = {"train_batch_size": 2, "world_size": 1, "gradient_accumulation_steps": 2, "num_train_epochs": 1.5}
-    trainer = SimpleNamespace(args=SimpleNamespace(max_steps=max_steps, **epochs), train_dataset=range(21))
+    state = {"global_step": step, "log_history": []}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    args = SimpleNamespace(
+        max_steps=max_steps,
+        num_train_epochs=1.5,
+        train_batch_size=2,
+        gradient_accumulation_steps=2,
+        world_size=1,
+    )
+    trainer = SimpleNamespace(args=args, train_dataset=range(21))
     assert validation.steps_left(trainer, tmp_path, patience=3) == left
 
 
 def test_checkpoints_that_do_not_fit_stop_the_training_before_it_begins(tmp_path: Path) -> None:
-    model, args = SimpleNamespace(num_parameters=lambda **_: 2**50), SimpleNamespace(output_dir=".", save_total_limit=1)
+    huge = SimpleNamespace(num_parameters=lambda **_: 2**50)
+    args = SimpleNamespace(output_dir=".", save_total_limit=1)
+    trainer = SimpleNamespace(model=huge, args=args, eval_dataset=None)
     with refused("Not enough disk space in"):
-        course_callback(tmp_path).prepare(SimpleNamespace(model=model, args=args, eval_dataset=None))
+        course_callback(tmp_path).prepare(trainer)
+
+
+@dataclass
+class Session:
+    """A session in which a training begins."""
+
+    platform: str
+    hours_used: int  # of the session before
+    max_hours: float
+    step_seconds: int
+    sync_seconds: int  # to copy a checkpoint
+
+
+def train_until_end(session: Session, monkeypatch: Any) -> tuple[float, str]:
+    """The hours after which the training ends, and why; it is given up after 100 hours."""
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setenv("NBUTILS_PLATFORM", session.platform)
+    monkeypatch.setattr(platforms, "session_seconds", lambda platform: session.hours_used * 3600.0)
+    monkeypatch.setattr(run, "monotonic", lambda: clock.seconds)
+    budget = run.TimeBudget(session.max_hours, started=0.0)
+    reason = ""
+    while not reason and clock.seconds < 100 * 3600:
+        clock.seconds += session.step_seconds
+        reason = budget.reason_to_end(session.sync_seconds)
+    return clock.seconds / 3600, reason
 
 
 @pytest.mark.parametrize(
-    ("platform", "max_hours", "case"),  # hours used, seconds a step and a sync, hours it may end after
+    ("session", "least", "most"),  # hours
     [
-        ("colab", 0.0, (2, 30, 600, (9.6, 10 - 950 / 3600))),  # of 12 hours, with time to save and sync
-        ("colab", 2.0, (11, 10, 0, (1.7, 2 - 300 / 3600))),  # MAX_HOURS counts from the lesson
-        ("local", 1.0, (0, 300, 0, (0.6, 1 - 600 / 3600))),  # a slow step ends it earlier
-        ("local", 0.0, (0, 600, 0, (100, 101))),  # nobody counts
-        ("colab", 0.0, (13, 600, 0, (100, 101))),  # a machine older than its limit has another one
+        pytest.param(
+            Session("colab", hours_used=2, max_hours=0.0, step_seconds=30, sync_seconds=600),
+            9.6,
+            10 - 950 / 3600,
+            id="of Colab's 12 hours, with time to save and sync",
+        ),
+        pytest.param(
+            Session("colab", hours_used=11, max_hours=2.0, step_seconds=10, sync_seconds=0),
+            1.7,
+            2 - 300 / 3600,
+            id="MAX_HOURS counts from the lesson",
+        ),
+        pytest.param(
+            Session("local", hours_used=0, max_hours=1.0, step_seconds=300, sync_seconds=0),
+            0.6,
+            1 - 600 / 3600,
+            id="a slow step ends it earlier",
+        ),
     ],
 )
-def test_a_run_ends_in_time(monkeypatch: Any, platform: str, max_hours: float, case: Any) -> None:
-    used, step, sync, (least, most) = case
-    monkeypatch.setattr(platforms, "session_seconds", lambda platform: used * 3600.0)
-    monkeypatch.setenv("NBUTILS_PLATFORM", platform)
-    steps, reason = 0, ""
-    monkeypatch.setattr(run, "monotonic", lambda: float(step * steps))
-    budget = run.TimeBudget(max_hours, 0.0)
-    while not reason and step * steps < 100 * 3600:
-        steps += 1
-        reason = budget.reason_to_end(sync)
-    assert least <= step * steps / 3600 <= most and (least >= 100 or "MAX_HOURS" in reason)
+def test_a_run_ends_in_time(session: Session, least: float, most: float, monkeypatch: Any) -> None:
+    hours, reason = train_until_end(session, monkeypatch)
+    assert least <= hours <= most
+    assert "MAX_HOURS" in reason
+
+
+@pytest.mark.parametrize(
+    "session",
+    [
+        pytest.param(
+            Session("local", hours_used=0, max_hours=0.0, step_seconds=600, sync_seconds=0),
+            id="nobody counts",
+        ),
+        pytest.param(
+            Session("colab", hours_used=13, max_hours=0.0, step_seconds=600, sync_seconds=0),
+            id="a machine older than its limit has another one",
+        ),
+    ],
+)
+def test_a_run_without_a_known_limit_goes_on(session: Session, monkeypatch: Any) -> None:
+    hours, reason = train_until_end(session, monkeypatch)
+    assert hours >= 100
+    assert reason == ""
 
 
 @pytest.mark.parametrize(("number", "again"), processes.AT_ONCE.items())
@@ -545,15 +792,19 @@ def test_a_signal_saves_and_ends_a_training_and_a_second_one_acts_at_once(
 ) -> None:
     before = signal.signal(number, signal.default_int_handler)  # SIGINT may be ignored here
     callback = course_callback(tmp_path)
-    state, control = SimpleNamespace(global_step=3, max_steps=9), SimpleNamespace(should_training_stop=False)
+    state = SimpleNamespace(global_step=3, max_steps=9)
+    control = SimpleNamespace(should_training_stop=False)
     with pytest.raises(KeyboardInterrupt), processes.first_signals(callback.budget.ask_to_end):
         os.kill(os.getpid(), number)
         callback.end_in_time(state, control)
-        assert control.should_save and control.should_training_stop
+        assert control.should_save
+        assert control.should_training_stop
         assert signal.getsignal(number) == again
         raise KeyboardInterrupt
-    after = again if again == signal.SIG_IGN else signal.default_int_handler  # a terminal that is gone stays gone
-    assert signal.signal(number, before) == after
+    after = signal.signal(number, before)
+    terminal_is_gone = again == signal.SIG_IGN
+    expected = signal.SIG_IGN if terminal_is_gone else signal.default_int_handler  # it stays gone
+    assert after == expected
 
 
 HANGUP = """
@@ -576,27 +827,42 @@ Path("saved").write_text(str(signals))
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_closed_terminal_ends_a_training_as_sigterm_does_and_nohup_stays_nohup(tmp_path: Path, ignored: bool) -> None:
     master, terminal = pty.openpty()
-    handler = signal.SIG_IGN if ignored else signal.SIG_DFL  # as nohup leaves it
-    start = lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0), signal.signal(signal.SIGHUP, handler))  # noqa: E731
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-    process = subprocess.Popen([sys.executable, "-c", HANGUP], cwd=tmp_path, env=env, preexec_fn=start, **streams)
+
+    def take_terminal() -> None:
+        """Make it the terminal of the new process; whoever was started by nohup ignores that it is closed."""
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGUP],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        preexec_fn=take_terminal,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
     os.close(terminal)
     wait_for((tmp_path / "ready").exists, 20)
+
     os.close(master)
+    ended_by = signal.SIGHUP
     if ignored:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.5)
         process.terminate()
+        ended_by = signal.SIGTERM
     process.wait(20)
-    expected = [int(signal.SIGTERM if ignored else signal.SIGHUP)]
-    assert process.returncode == 0 and (tmp_path / "saved").read_text() == str(expected)
+    assert process.returncode == 0
+    assert (tmp_path / "saved").read_text() == str([int(ended_by)])
 
 
 def test_a_training_without_any_output_goes_on(tmp_path: Path) -> None:
     code = "from nbutils.processes import first_signals\nwith first_signals(print): print('nobody reads this')"
     command = ["bash", "-c", '"$0" -c "$1" >&- 2>&-', sys.executable, code]
-    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
+    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert ended.returncode == 0
 
 
 def run_live(steps: int, seconds: float, monkeypatch: Any) -> tuple[Any, Any]:
