@@ -882,16 +882,21 @@ def run_live(steps: int, seconds: float, monkeypatch: Any) -> tuple[Any, Any]:
     return live, state
 
 
-@pytest.mark.parametrize(("steps", "seconds", "lines"), [(1000, 0.01, (4, 7)), (3600, 1.0, (46, 66))])
+@pytest.mark.parametrize(
+    ("steps", "seconds", "fewest", "most"),
+    [(1000, 0.01, 4, 7), (3600, 1.0, 46, 66)],
+    ids=["10 seconds", "an hour"],
+)
 def test_lines_are_few_and_say_everything(
-    steps: int, seconds: float, lines: tuple[int, int], capsys: Any, monkeypatch: Any
+    steps: int, seconds: float, fewest: int, most: int, capsys: Any, monkeypatch: Any
 ) -> None:
     run_live(steps, seconds, monkeypatch)
-    shown = capsys.readouterr().out.splitlines()
-    assert lines[0] <= len(shown) <= lines[1] and shown[0].startswith(f"training · steps 1 to {steps:,}")
+    lines = capsys.readouterr().out.splitlines()
+    assert fewest <= len(lines) <= most
+    assert lines[0].startswith(f"training · steps 1 to {steps:,}")
     words = r"step 1 of .* · loss 2.000 · validation 3.000 \(step 0\) · tokens/s [\d,]+ · peak .* GiB · time left .*"
-    assert re.fullmatch(words, shown[2])
-    assert shown[-1].startswith(f"trained {steps:,} of {steps:,} steps in ")
+    assert re.fullmatch(words, lines[2])
+    assert lines[-1].startswith(f"trained {steps:,} of {steps:,} steps in ")
 
 
 def test_in_a_notebook_one_panel_is_drawn_over(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -900,34 +905,52 @@ def test_in_a_notebook_one_panel_is_drawn_over(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("nbutils.display.watched", lambda: True)
     monkeypatch.setattr("IPython.display.display", lambda *_, **__: handle)
     run_live(1000, 0.01, monkeypatch)
-    assert 10 <= len(drawn) <= 15 and capsys.readouterr().out == "" and drawn[-1]["text/plain"].startswith("trained")
-    assert all(word in drawn[-1]["text/html"] for word in ("<svg", "checkpoint 1 is kept", "tokens/s"))
+    assert 10 <= len(drawn) <= 15
+    assert capsys.readouterr().out == ""
+    last = drawn[-1]
+    assert last["text/plain"].startswith("trained")
+    for word in ("<svg", "checkpoint 1 is kept", "tokens/s"):
+        assert word in last["text/html"]
 
 
 def result_of(trainer: Any, callback: Any, seconds: float = 1.0, first_step: int = 0) -> Any:
-    callback.session_seconds, callback.first_step = seconds, first_step
+    """The result of a training whose last session began at this step and took so long."""
+    callback.session_seconds = seconds
+    callback.first_step = first_step
     return run.TrainingResult(trainer, callback, kept_step=0, changed=(2, 0), peak_gib=1.0, checksums={}, weights={})
 
 
 @pytest.mark.parametrize(
-    ("platform", "gpu", "price"),
-    [("autodl", RTX_4090, {"¥": 2.0}), ("runpod", RTX_4090, {"$": 0.4}), ("local", RTX_4090, {"¥": 2.0, "$": 0.4}),
-     ("kaggle", RTX_4090, {}), ("local", None, {})],
-)  # fmt: skip
-def test_what_was_measured(tmp_path: Path, monkeypatch: Any, platform: str, gpu: Any, price: Any) -> None:
-    monkeypatch.setattr(gpus, "hourly_price", lambda gpu: gpus.Price(2.0, 0.4) if gpu else gpus.Price(None, None))
-    monkeypatch.setenv("NBUTILS_PLATFORM", platform)
+    ("platform", "gpu", "cost"),  # of half an hour
+    [
+        ("autodl", RTX_4090, {"¥": 1.0}),
+        ("runpod", RTX_4090, {"$": 0.2}),
+        ("local", RTX_4090, {"¥": 1.0, "$": 0.2}),
+        ("kaggle", RTX_4090, None),
+        ("local", None, None),
+    ],
+)
+def test_what_was_measured(tmp_path: Path, monkeypatch: Any, platform: str, gpu: Any, cost: Any) -> None:
+    price = gpus.Price(2.0, 0.4) if gpu else gpus.Price(None, None)
+    monkeypatch.setattr(gpus, "hourly_price", lambda gpu: price)
     monkeypatch.setattr(hardware, "gpu", lambda: gpu)
+    monkeypatch.setenv("NBUTILS_PLATFORM", platform)
     live, state = run_live(2, 900, monkeypatch)
     args = SimpleNamespace(world_size=2, train_batch_size=3, gradient_accumulation_steps=4)
     trainer = SimpleNamespace(state=state, args=args)
     callback = course_callback(tmp_path, trainer=trainer)
     callback.live = live
-    numbers = result_of(trainer, callback, 1800.0, first_step=1).facts()
-    assert numbers.get("cost") == ({sign: hourly / 2 for sign, hourly in price.items()} or None)
-    assert (numbers["skipped_steps"], numbers["batch"], numbers["tokens_per_second"]) == (1, 24, 0.1)
-    nothing = result_of(trainer, callback, 99.0, first_step=2).facts()
-    assert nothing["tokens_per_second"] is nothing["train_seconds"] is nothing["cost"] is None and nothing["steps"] == 2
+
+    facts = result_of(trainer, callback, seconds=1800.0, first_step=1).facts()
+    assert facts.get("cost") == cost
+    assert facts["skipped_steps"] == 1
+    assert facts["batch"] == 24
+    assert facts["tokens_per_second"] == 0.1
+
+    nothing_trained = result_of(trainer, callback, seconds=99.0, first_step=2).facts()
+    assert nothing_trained["steps"] == 2
+    for name in ("tokens_per_second", "train_seconds", "cost"):
+        assert nothing_trained[name] is None, name
 
 
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.56 GiB"
@@ -937,8 +960,12 @@ STEPS = 7  # 21 rows: 3 steps a pass with 8 rows each, the last of a pass with 5
 
 def rows(sizes: tuple[int, ...] = (10, 8), count: int = 21) -> Dataset:
     """Packed rows of examples of these sizes, all different."""
-    tokens = [[FIRST + n, *((n * 31 + k * k) % 900 + 10 for k in range(sum(sizes) - 1))] for n in range(count)]
-    return Dataset.from_list([{"input_ids": row, "labels": row, "seq_lengths": [*sizes]} for row in tokens])
+    packed_rows = []
+    for number in range(count):
+        others = [(number * 31 + place * place) % 900 + 10 for place in range(sum(sizes) - 1)]
+        tokens = [FIRST + number, *others]
+        packed_rows.append({"input_ids": tokens, "labels": tokens, "seq_lengths": [*sizes]})
+    return Dataset.from_list(packed_rows)
 
 
 class Diary(TrainerCallback):
@@ -964,9 +991,6 @@ class Diary(TrainerCallback):
 
 def build(folder: Path, held_out: Any = None, **settings: Any) -> Any:
     """A real trainer on the first layer of the tiny model, with a diary; it evaluates held-out rows when it saves."""
-    if held_out is not None:
-        settings = {"eval_strategy": "steps", "eval_on_start": True, "metric_for_best_model": "eval_loss"} | settings
-        settings = {"eval_steps": settings["save_steps"], "load_best_model_at_end": True} | settings
     defaults: dict[str, Any] = {
         "max_length": 256, "packing": True, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
         "max_steps": STEPS, "learning_rate": 2e-3, "lr_scheduler_type": "cosine", "gradient_checkpointing": False,
@@ -974,35 +998,49 @@ def build(folder: Path, held_out: Any = None, **settings: Any) -> Any:
         "logging_steps": 3, "save_steps": 100, "save_total_limit": 1, "seed": 1, "data_seed": 1,
         "dataset_kwargs": {"skip_prepare_dataset": True},
     }  # fmt: skip
+    if held_out is not None:
+        defaults |= {
+            "eval_strategy": "steps",
+            "eval_steps": settings["save_steps"],
+            "eval_on_start": True,
+            "metric_for_best_model": "eval_loss",
+            "load_best_model_at_end": True,
+        }
     torch.manual_seed(0)
     trainer: Any = SFTTrainer(
-        model=tiny(num_hidden_layers=1), processing_class=AutoTokenizer.from_pretrained(files.TINY_MODEL),
-        args=SFTConfig(output_dir=str(folder / "trainer"), **defaults | settings), train_dataset=rows(),
+        model=tiny(num_hidden_layers=1),
+        processing_class=AutoTokenizer.from_pretrained(files.TINY_MODEL),
+        args=SFTConfig(output_dir=str(folder / "trainer"), **defaults | settings),
+        train_dataset=rows(),
         eval_dataset=held_out,
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    )  # fmt: skip
+    )
     lora.patch_lora_kernels(trainer)
     validation.use_token_mean(trainer)
     trainer.diary = Diary()
     trainer.add_callback(trainer.diary)
     compute_loss = trainer.compute_loss
 
-    def counted_loss(model: Any, inputs: Any, **words: Any) -> Any:
-        tokens = inputs["input_ids"].flatten().tolist()
-        trainer.diary.seen += [token - FIRST for token in tokens if FIRST <= token < FIRST + 900]
+    def noted_loss(model: Any, inputs: Any, **words: Any) -> Any:
+        for token in inputs["input_ids"].flatten().tolist():
+            if FIRST <= token < FIRST + 900:
+                trainer.diary.seen.append(token - FIRST)
         return compute_loss(model, inputs, **words)
 
-    trainer.compute_loss = counted_loss
+    trainer.compute_loss = noted_loss
     return trainer
 
 
 def course_callback(folder: Path, sync: Any = None, trainer: Any = None, patience: int = 0) -> Any:
     """Lesson 03's callback as `prepare` leaves it."""
-    begun = lesson_in(folder)
-    callback: Any = run.CourseCallback(None, begun.profile, run=begun.run, folders=begun.folders, started=0.0)
-    callback.sync = sync or SimpleNamespace(messages=list, take=lambda folder: None, seconds=1.0)
-    callback.fingerprint, callback.kinds = {"data": "d"}, {}
-    callback.trainer, callback.patience = trainer, patience
+    lesson = lesson_in(folder)
+    callback: Any = run.CourseCallback(None, lesson.profile, run=lesson.run, folders=lesson.folders, started=0.0)
+    no_sync = SimpleNamespace(messages=list, take=lambda folder: None, seconds=1.0)
+    callback.sync = sync or no_sync
+    callback.fingerprint = {"data": "d"}
+    callback.kinds = {}
+    callback.trainer = trainer
+    callback.patience = patience
     return callback
 
 
@@ -1011,14 +1049,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The training nothing happens to; its checkpoints of steps 3 and 6 are kept."""
     trainer = build(tmp_path_factory.mktemp("whole"), save_steps=3, save_total_limit=2)
     trainer.train()
-    assert [len(seen) for seen, _ in trainer.diary.steps.values()] == [8, 8, 5, 8, 8, 5, 8]
+    rows_of_steps = [len(seen) for seen, _ in trainer.diary.steps.values()]
+    assert rows_of_steps == [8, 8, 5, 8, 8, 5, 8]
     return trainer
 
 
 def assert_same(trainer: Any, whole: Any, since: int = 0) -> None:
     """The same steps, rows in the same order, rates and weights."""
-    assert trainer.state.global_step == trainer.state.max_steps == whole.state.max_steps
-    assert trainer.diary.steps == {step: seen for step, seen in whole.diary.steps.items() if step > since}
+    assert trainer.state.max_steps == whole.state.max_steps
+    assert trainer.state.global_step == whole.state.max_steps
+    expected = {step: diary for step, diary in whole.diary.steps.items() if step > since}
+    assert trainer.diary.steps == expected
     torch.testing.assert_close(full_weights(trainer.model), full_weights(whole.model), rtol=0, atol=1e-6)
 
 
@@ -1042,78 +1083,108 @@ def steps_of(trainer: Any) -> list[int]:
     return [step for step, _ in tracking.validation_history(trainer.state.log_history)]
 
 
+def example_loss(model: nn.Module, tokens: list[int], labels: list[int]) -> float:
+    """The sum of the losses of an example's tokens, each predicted from those before it."""
+    logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1]
+    losses = functional.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum")
+    return float(losses.detach())
+
+
 def test_the_loss_is_the_mean_over_all_trained_tokens_whatever_the_batches(tmp_path: Path) -> None:
-    held_out = rows(sizes=(9, 7), count=5)
-    labels = [[-100] * (3 + number) + row["labels"][3 + number :] for number, row in enumerate(held_out)]
-    held_out = held_out.remove_columns("labels").add_column("labels", labels)
-    trainer, total = build(tmp_path, per_device_train_batch_size=1, max_length=16), 0.0
+    plain = rows(sizes=(9, 7), count=5)
+    labels = []
+    for number, row in enumerate(plain):
+        prompt = 3 + number  # tokens that are not trained
+        labels.append([-100] * prompt + row["labels"][prompt:])
+    held_out = plain.remove_columns("labels").add_column("labels", labels)
+    trainer = build(tmp_path, per_device_train_batch_size=1, max_length=16)
     trainer.model.eval()
+
+    total = 0.0
     for row in held_out:
-        for part in (slice(0, 9), slice(9, 16)):  # the examples of a packed row do not see each other
-            logits = trainer.model(input_ids=torch.tensor([row["input_ids"][part]])).logits[0, :-1]
-            labels = torch.tensor(row["labels"][part][1:])
-            total += float(functional.cross_entropy(logits, labels, reduction="sum").detach())
+        tokens = row["input_ids"]
+        labels = row["labels"]
+        total += example_loss(trainer.model, tokens[:9], labels[:9])  # the two examples of a row do not see each other
+        total += example_loss(trainer.model, tokens[9:], labels[9:])
     trained = sum(label != -100 for row in held_out for label in row["labels"])
-    expected = pytest.approx(total / trained, rel=1e-4)
-    assert validation.token_mean_loss(trainer, held_out) == expected and trainer.model.training is False
+    mean = pytest.approx(total / trained, rel=1e-4)
+
+    assert validation.token_mean_loss(trainer, held_out) == mean
+    assert trainer.model.training is False
     trainer.args.per_device_train_batch_size = 3
-    assert validation.token_mean_loss(trainer, held_out) == expected
+    assert validation.token_mean_loss(trainer, held_out) == mean
 
 
 def test_a_validation_takes_as_many_forward_passes_as_micro_batches_of_its_tokens_would(tmp_path: Path) -> None:
-    trainer, passes = build(tmp_path, packing=False, per_device_train_batch_size=4), []
+    trainer = build(tmp_path, packing=False, per_device_train_batch_size=4)
     compute_loss = trainer.compute_loss
+    passes: list[int] = []  # the tokens of each
 
     def counted_loss(model: Any, inputs: Any, **words: Any) -> Any:
         passes.append(inputs["input_ids"].numel())
         return compute_loss(model, inputs, **words)
 
     trainer.compute_loss = counted_loss
-    held_out = concatenate_datasets([rows(sizes=(240,), count=1), rows(sizes=(10,), count=30)])
-    validation.token_mean_loss(trainer, held_out)  # 540 tokens, 4 rows of 17.4 are a micro-batch
-    assert passes == [240, 60, 60, 60, 60, 60]
+    long_row = rows(sizes=(240,), count=1)
+    short_rows = rows(sizes=(10,), count=30)
+    validation.token_mean_loss(trainer, concatenate_datasets([long_row, short_rows]))
+    assert passes == [240, 60, 60, 60, 60, 60]  # 540 tokens, 4 rows of 17.4 are a micro-batch
 
 
 @pytest.mark.slow
 def test_validation_at_start_saves_and_end_changes_nothing(tmp_path: Path, whole: Any) -> None:
     trainer, _ = validated(tmp_path, load_best_model_at_end=False)
     trainer.train()
-    assert steps_of(trainer) == [0, 2, 4, 6, STEPS] and validation.load_best(trainer) == STEPS
+    assert steps_of(trainer) == [0, 2, 4, 6, STEPS]
+    assert validation.load_best(trainer) == STEPS
     assert_same(trainer, whole)
-    losses = tracking.loss_history(trainer.state.log_history)
-    tracking.write_history([*trainer.state.log_history, {"step": 8, "loss": math.nan}], tmp_path / "history.json")
-    assert len(json.loads((tmp_path / "history.json").read_text())) == len(losses) + 5
+
+    log = trainer.state.log_history
+    not_finite = {"step": 8, "loss": math.nan}
+    tracking.write_history([*log, not_finite], tmp_path / "history.json")
+    written = json.loads((tmp_path / "history.json").read_text())
+    assert len(written) == len(tracking.loss_history(log)) + len(steps_of(trainer))
 
 
 @pytest.mark.slow
 def test_the_best_step_is_restored_also_by_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = validated(tmp_path, (5.0, 3.0, 4.0), monkeypatch, max_steps=4)
     first.train()
-    again, resumed = validated(tmp_path, (4.5, 4.6), monkeypatch, max_steps=7)
-    again.train(resume_from_checkpoint=str(tmp_path / "trainer/checkpoint-4"))
+    resumed, callback = validated(tmp_path, (4.5, 4.6), monkeypatch, max_steps=7)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "trainer/checkpoint-4"))
     assert (tmp_path / "trainer/checkpoint-2").exists(), "the trainer keeps the best one"
+
     finished, _ = validated(tmp_path, (), monkeypatch, max_steps=4)
     run._load_finished(finished, tmp_path / "trainer/checkpoint-7")
-    torch.testing.assert_close(full_weights(finished.model), again.diary.weights[7], rtol=0, atol=0)
-    for trainer in (first, again, finished):
+    torch.testing.assert_close(full_weights(finished.model), resumed.diary.weights[7], rtol=0, atol=0)
+
+    for trainer in (first, resumed, finished):
         assert validation.load_best(trainer) == 2
         torch.testing.assert_close(full_weights(trainer.model), first.diary.weights[2], rtol=0, atol=0)
-    numbers = result_of(again, resumed, first_step=4).facts()
-    assert (numbers["validation_loss"], numbers["best_step"]) == ({"first": 5.0, "best": 3.0, "last": 4.6}, 2)
+    facts = result_of(resumed, callback, first_step=4).facts()
+    assert facts["validation_loss"] == {"first": 5.0, "best": 3.0, "last": 4.6}
+    assert facts["best_step"] == 2
 
 
 @pytest.mark.slow
-def test_it_ends_early_when_the_loss_rises_and_at_once_when_it_is_not_finite(tmp_path: Path, monkeypatch: Any) -> None:
-    trainer, callback = validated(tmp_path / "a", (5.0, 3.0, 3.1, 3.2), monkeypatch, patience=2, max_steps=20)
+def test_it_ends_early_when_the_loss_rises(tmp_path: Path, monkeypatch: Any) -> None:
+    trainer, callback = validated(tmp_path, (5.0, 3.0, 3.1, 3.2), monkeypatch, patience=2, max_steps=20)
     trainer.train()
-    assert trainer.state.global_step == 6 == result_of(trainer, callback).facts()["planned_steps"]
+    assert trainer.state.global_step == 6
+    assert result_of(trainer, callback).facts()["planned_steps"] == 6
     assert validation.load_best(trainer) == 2
-    assert validation.steps_left(trainer, tmp_path / "a/trainer/checkpoint-6", patience=2) == 0
-    trainer, callback = validated(tmp_path / "b", (5.0, 4.0, math.nan), monkeypatch)
+    assert validation.steps_left(trainer, tmp_path / "trainer/checkpoint-6", patience=2) == 0
+
+
+@pytest.mark.slow
+def test_it_ends_at_once_when_the_loss_is_not_finite(tmp_path: Path, monkeypatch: Any) -> None:
+    trainer, callback = validated(tmp_path, (5.0, 4.0, math.nan), monkeypatch)
     trainer.train()
-    assert trainer.state.global_step == 4 and not (tmp_path / "b/trainer/checkpoint-4").exists()
+    assert trainer.state.global_step == 4
+    assert not (tmp_path / "trainer/checkpoint-4").exists()
     assert validation.load_best(trainer) == 2
-    assert math.isnan(result_of(trainer, callback).facts()["validation_loss"]["last"])
+    losses = result_of(trainer, callback).facts()["validation_loss"]
+    assert math.isnan(losses["last"])
 
 
 class Stop(TrainerCallback):
@@ -1124,17 +1195,8 @@ class Stop(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
-
-
-def test_a_stop_is_not_validated_and_no_rows_are_no_validation(tmp_path: Path) -> None:
-    trainer, _ = validated(tmp_path)
-    trainer.add_callback(Stop(3))
-    trainer.train()
-    assert steps_of(trainer) == [0, 2] and validation.load_best(trainer) == 2
-    trainer, callback = validated(tmp_path, count=0, max_steps=2)
-    trainer.train()
-    assert validation.load_best(trainer) == 2 and result_of(trainer, callback).facts()["best_step"] is None
+            control.should_save = True
+            control.should_training_stop = True
 
 
 @pytest.fixture
@@ -1147,6 +1209,21 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lesson
 
 
+def test_a_stop_is_not_validated(tmp_path: Path) -> None:
+    trainer, _ = validated(tmp_path)
+    trainer.add_callback(Stop(3))
+    trainer.train()
+    assert steps_of(trainer) == [0, 2]
+    assert validation.load_best(trainer) == 2
+
+
+def test_no_rows_are_no_validation(tmp_path: Path) -> None:
+    trainer, callback = validated(tmp_path, count=0, max_steps=2)
+    trainer.train()
+    assert validation.load_best(trainer) == 2
+    assert result_of(trainer, callback).facts()["best_step"] is None
+
+
 def start(lesson: Any, steps: int, every: int = 2, held_out: int = 3, **settings: Any) -> Any:
     """Trainer and callback of lesson 03, ready to train; they save and validate every second step."""
     settings = {"save_steps": every, "max_steps": steps, "logging_steps": 1} | settings
@@ -1156,6 +1233,18 @@ def start(lesson: Any, steps: int, every: int = 2, held_out: int = 3, **settings
     trainer.add_callback(callback)
     assert callback.prepare(trainer)
     return trainer, callback
+
+
+def train(lesson: Any, steps: int, **settings: Any) -> Any:
+    """The result of lesson 03 with so many steps."""
+    trainer, callback = start(lesson, steps, **settings)
+    return run.train(trainer, callback)
+
+
+def states(lesson: Any) -> set[str]:
+    """The states that the two progress files of a run show."""
+    places = (lesson.scratch, lesson.run.path)
+    return {files.read_json(place / "logs/progress.json")["state"] for place in places}
 
 
 def interrupt_at(callback: Any, step: int) -> None:
