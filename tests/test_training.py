@@ -16,7 +16,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import chain, count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -1267,49 +1267,65 @@ def interrupt_at(callback: Any, step: int) -> None:
 
 @pytest.mark.slow
 def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(demo: Any, monkeypatch: Any) -> None:
-    saved: list[Any] = []
-    progress = [place / "logs/progress.json" for place in (demo.scratch, demo.run.path)]
-    state = lambda: [files.read_json(file)["state"] for file in progress]  # noqa: E731
     trainer, callback = start(demo, 3)
-    finish = checkpoints.CheckpointSync.finish
-    monkeypatch.setattr(checkpoints.CheckpointSync, "finish", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run.train(trainer, callback)
-    assert state() == ["failed", "failed"]
-    monkeypatch.setattr(checkpoints.CheckpointSync, "finish", finish)
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(checkpoints.CheckpointSync, "finish", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run.train(trainer, callback)
+    assert states(demo) == {"failed"}
+
     first = run.train(trainer, callback)  # the disk is back, and the cell runs again
-    assert (first.facts()["steps"], first.callback.first_step, first.changed[1]) == (3, 0, 0) and first.changed[0] > 0
-    resumed = run.train(*start(demo, 5))
-    assert (resumed.facts()["steps"], resumed.callback.first_step) == (5, 3)
+    assert first.facts()["steps"] == 3
+    assert first.callback.first_step == 0
+    adapter_changes, base_changes = first.changed
+    assert adapter_changes > 0
+    assert base_changes == 0
+
+    resumed = train(demo, 5)
+    assert resumed.facts()["steps"] == 5
+    assert resumed.callback.first_step == 3
     assert [step for step, _ in resumed.history["validation"]] == [0, 2, 3, 4, 5]
-    finished = run.train(*start(demo, 5))
-    assert finished.facts()["train_seconds"] is None and finished.history == resumed.history
-    assert str(resumed.kept_step) in str(finished) and (demo.run.logs / "history.json").exists()
+
+    finished = train(demo, 5)
+    assert finished.facts()["train_seconds"] is None
+    assert finished.history == resumed.history
+    assert str(resumed.kept_step) in str(finished)
+    assert (demo.run.logs / "history.json").exists()
+
+    saved: list[Any] = []
+    tokenizer = SimpleNamespace(save_pretrained=saved.append)
     monkeypatch.setattr(resumed.trainer, "_save", lambda folder, state_dict: saved.append(folder))
-    for result in (resumed, finished):  # the same weights: saved once
-        run.save_adapter(result, SimpleNamespace(save_pretrained=saved.append))
-    assert len(saved) == 2 and files.stamp(demo.run.adapter)["steps"] == resumed.kept_step
+    run.save_adapter(resumed, tokenizer)
+    run.save_adapter(finished, tokenizer)
+    assert len(saved) == 2, "one adapter and one tokenizer: the weights are the same"
+    assert files.stamp(demo.run.adapter)["steps"] == resumed.kept_step
+
     _, callback = start(demo, 9)
     interrupt_at(callback, 7)
-    assert state() == ["stopped", "stopped"]
-    assert not demo.run.adapter.exists() and files.stamp(demo.run.former_adapter), "it is of a shorter training"
-    longer = run.train(*start(demo, 9))
-    assert (longer.facts()["steps"], longer.callback.first_step) == (9, 7) and state() == ["finished", "finished"]
-    next(weight for weight in longer.trainer.model.parameters() if weight.requires_grad).data.add_(1)
-    with refused("The weights of the adapter are no longer those"):  # as by a cell that makes a new adapter
+    assert states(demo) == {"stopped"}
+    assert not demo.run.adapter.exists()
+    assert files.stamp(demo.run.former_adapter), "it is of a shorter training"
+
+    longer = train(demo, 9)
+    assert longer.facts()["steps"] == 9
+    assert longer.callback.first_step == 7
+    assert states(demo) == {"finished"}
+
+    trained = [weight for weight in longer.trainer.model.parameters() if weight.requires_grad]
+    trained[0].data.add_(1)  # as by a cell that makes a new adapter
+    with refused("The weights of the adapter are no longer those"):
         run.save_adapter(longer, None)
 
 
 @pytest.mark.slow
 def test_a_resumed_run_saves_and_logs_as_the_arguments_of_today_say(demo: Any, caplog: Any) -> None:
-    run.train(*start(demo, 4, every=4, logging_steps=4))
+    train(demo, 4, every=4, logging_steps=4)
     transformers = logging.getLogger("transformers")
     transformers.addHandler(caplog.handler)
-    trainer, callback = start(demo, 9, every=4, save_steps=3, logging_steps=5)
-    run.train(trainer, callback)
+    resumed = train(demo, 9, every=4, save_steps=3, logging_steps=5)
     transformers.removeHandler(caplog.handler)
-    assert trainer.diary.saved == [6, 9]
-    assert [step for step, _ in tracking.loss_history(trainer.state.log_history)] == [4, 5, 6, 9]
+    assert resumed.trainer.diary.saved == [6, 9]
+    assert [step for step, _ in resumed.history["train"]] == [4, 5, 6, 9]
     assert "trainer_state.json" not in caplog.text, "it would say that the old ones count"
 
 
@@ -1317,21 +1333,25 @@ def test_a_resumed_run_saves_and_logs_as_the_arguments_of_today_say(demo: Any, c
 def test_a_resumed_run_counts_the_time_of_all_sessions(demo: Any) -> None:
     trainer, callback = start(demo, 9, every=4)
     interrupt_at(callback, 3)
-    [entry] = [entry for entry in trainer.state.log_history if entry.get("step") == 3 and "loss" in entry]
-    assert entry["train_seconds"] > 0
+    [last_loss] = [entry for entry in trainer.state.log_history if entry.get("step") == 3 and "loss" in entry]
+    first_seconds = last_loss["train_seconds"]
+    assert first_seconds > 0
+
     trainer, callback = start(demo, 9, every=4)
-    callback.live.price = {"¥": 3600.0}
+    callback.live.price = {"¥": 3600.0}  # an hour: 1 a second
     resumed = run.train(trainer, callback)
-    [began, *_] = checkpoints.look(demo.run.checkpoints)
-    assert began.validation_rows == demo.profile.course.validation_rows > 0
+    second_seconds = resumed.callback.session_seconds
+    kept = checkpoints.look(demo.run.checkpoints)
+    assert kept[0].validation_rows == demo.profile.course.validation_rows
+    assert kept[0].validation_rows > 0
     assert [step for step, _ in resumed.history["validation"]] == [0, 4, 8, 9], "as if it had not been stopped"
+
     facts = resumed.facts()
-    assert facts["train_seconds"] == pytest.approx(entry["train_seconds"] + resumed.callback.session_seconds, abs=0.11)
+    assert facts["train_seconds"] == pytest.approx(first_seconds + second_seconds, abs=0.11)
     assert facts["cost"] == {"¥": pytest.approx(facts["train_seconds"], abs=0.01)}
-    tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry][-1]
-    assert facts["tokens_per_second"] == pytest.approx(tokens / resumed.callback.session_seconds, abs=0.1), (
-        "both of this session"
-    )
+    tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+    of_second_session = pytest.approx(tokens[-1] / second_seconds, abs=0.1)  # the trainer counts them anew
+    assert facts["tokens_per_second"] == of_second_session
 
 
 DAMAGED = {
@@ -1343,79 +1363,96 @@ DAMAGED = {
 
 
 def test_a_damaged_state_of_the_trainer_is_told_with_its_file(demo: Any) -> None:
-    run.train(*start(demo, 4))
+    train(demo, 4)
     trainer, callback = start(demo, 6)
     newest = resume.resume_point(demo.run, demo.folders, callback.fingerprint, "auto")
-    good = json.loads((newest / checkpoints.STATE).read_text())
-    for text in DAMAGED.values():
-        (newest / checkpoints.STATE).write_text(text)
+    state_file = newest / checkpoints.STATE
+    state = json.loads(state_file.read_text())
+    for damaged in DAMAGED.values():
+        state_file.write_text(damaged)
         shutil.rmtree(demo.run.checkpoints)
         demo.run.checkpoints.mkdir()
         checkpoints.pack(newest, demo.run.checkpoints, callback.fingerprint)
         with refused("cannot be read", checkpoints.STATE, "RESUME"):
             run.train(trainer, callback)
-    for step in ("x", float("nan"), [1], 99):
-        (newest / checkpoints.STATE).write_text(json.dumps(good | {"global_step": step}))
+
+    for wrong_step in ("x", math.nan, [1], 99):
+        state["global_step"] = wrong_step
+        state_file.write_text(json.dumps(state))
         resume.bring_best(newest, demo.run.checkpoints, callback.fingerprint, [])
-        assert json.loads((newest / checkpoints.STATE).read_text())["global_step"] == 4, "its folder says so"
+        corrected = json.loads(state_file.read_text())
+        assert corrected["global_step"] == 4, "its folder says so"
 
 
 @pytest.mark.slow
 def test_losses_on_other_rows_do_not_compare_and_are_refused(demo: Any) -> None:
-    run.train(*start(demo, 4, held_out=5))
+    train(demo, 4, held_out=5)
     with refused("validated on 5 rows, and would be on 3", "course.validation_rows=5"):
-        run.train(*start(demo, 7, held_out=3))
+        train(demo, 7, held_out=3)
 
 
 @pytest.mark.slow
 def test_stops_do_not_bring_the_early_end_nearer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    losses, checkpoint = {0: 5.0, 2: 3.0, 4: 3.2, 6: 3.4}, None
-    for stop, ended in ((3, False), (5, False), (99, True)):
+    losses = {0: 5.0, 2: 3.0, 4: 3.2, 6: 3.4}
+    monkeypatch.setattr(validation, "token_mean_loss", lambda trainer, rows: losses[trainer.state.global_step])
+    checkpoint = None
+    for stop, ends_early in ((3, False), (5, False), (99, True)):
         trainer, callback = validated(tmp_path, patience=2, max_steps=20)
-        monkeypatch.setattr(validation, "token_mean_loss", lambda trainer, rows: losses[trainer.state.global_step])
         trainer.add_callback(Stop(stop))
         trainer.train(resume_from_checkpoint=checkpoint)
-        assert (
-            validation.load_best(trainer) == 2 and validation.stopped_early(trainer.state, callback.patience) is ended
-        )
+        assert validation.load_best(trainer) == 2
+        assert validation.stopped_early(trainer.state, callback.patience) is ends_early
         checkpoint = str(tmp_path / f"trainer/checkpoint-{trainer.state.global_step}")
-    assert trainer.state.global_step == 6 and steps_of(trainer) == [*losses]
+    assert trainer.state.global_step == 6
+    assert steps_of(trainer) == [*losses]
 
 
 def test_the_best_step_survives_the_machine_or_is_told_to_be_gone(demo: Any, monkeypatch: Any, capsys: Any) -> None:
-    trainer, callback = start(demo, 4)
     losses = iter((5.0, 3.0, 4.0))
     monkeypatch.setattr(validation, "token_mean_loss", lambda *_: next(losses))
-    run.train(trainer, callback)
+    train(demo, 4)
     shutil.rmtree(demo.scratch)  # the machine is gone
     _, callback = start(demo, 6)
     newest = resume.resume_point(demo.run, demo.folders, callback.fingerprint, "auto")
     resume.unlock_run(demo.scratch)
-    assert newest and newest.name == "checkpoint-4" and (newest.parent / "checkpoint-2").is_dir()
-    shutil.rmtree(newest.parent / "checkpoint-2")
+    assert newest is not None
+    assert newest.name == "checkpoint-4"
+    best = newest.parent / "checkpoint-2"
+    assert best.is_dir()
+
+    shutil.rmtree(best)
     resume.bring_best(newest, demo.run.checkpoints, callback.fingerprint, [])
     state = json.loads((newest / "trainer_state.json").read_text())
-    assert state["best_global_step"] is state["best_metric"] is state["best_model_checkpoint"] is None
+    for name in ("best_global_step", "best_metric", "best_model_checkpoint"):
+        assert state[name] is None, name
     assert "the best so far, is gone" in capsys.readouterr().out
 
 
 def test_early_stopping_may_begin_with_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = validated(tmp_path, (5.0, 4.0, 3.0), monkeypatch, max_steps=4)
     first.train()
-    again, _ = validated(tmp_path, (3.1, 3.2), monkeypatch, max_steps=8, patience=2)
-    again.train(resume_from_checkpoint=str(tmp_path / "trainer/checkpoint-4"))
-    assert again.state.global_step == 8 and (tmp_path / "trainer/checkpoint-8/trainer_state.json").exists()
+    resumed, _ = validated(tmp_path, (3.1, 3.2), monkeypatch, max_steps=8, patience=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "trainer/checkpoint-4"))
+    assert resumed.state.global_step == 8
+    assert (tmp_path / "trainer/checkpoint-8/trainer_state.json").exists()
 
 
-def raise_once(owner: Any, name: str, after: bool = False, when: Any = lambda: True, calls: Any = (1,)) -> list[int]:
-    """Let a method run out of memory the first time (or at these calls), before or after it did its work."""
-    method, numbers, raised = getattr(owner, name), count(1), []
+def raise_oom_in(owner: Any, name: str, after: bool = False, when: Any = lambda: True, calls: Any = (1,)) -> list[int]:
+    """Let a method run out of memory at these calls (counted from 1 while `when` holds), before or `after` its work.
+
+    The list that is returned gets the number of each of these calls.
+    """
+    method = getattr(owner, name)
+    numbers = count(1)
+    raised: list[int] = []
 
     def failing(*args: Any, **named: Any) -> Any:
-        now = when() and next(numbers) in calls
-        result = method(*args, **named) if after or not now else None
-        if now:
-            raised.append(1)
+        number = next(numbers) if when() else None
+        result = None
+        if after or number not in calls:
+            result = method(*args, **named)
+        if number in calls:
+            raised.append(number)
             raise torch.OutOfMemoryError(OOM)
         return result
 
@@ -1425,53 +1462,94 @@ def raise_once(owner: Any, name: str, after: bool = False, when: Any = lambda: T
 
 def run_out(trainer: Any, *calls: int) -> None:
     """Raise after these backward passes (counted from 1, over all attempts): their gradients are left behind."""
-    raise_once(trainer.accelerator, "backward", after=True, calls=calls)
+    raise_oom_in(trainer.accelerator, "backward", after=True, calls=calls)
 
 
 def batch_of(trainer: Any) -> tuple[int, int]:
     return trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
 
 
-@pytest.mark.parametrize(("calls", "steps"), [((1,), [1]), ((7, 8), [4, 4]), ((6, 15), [3, 5])])
+@pytest.mark.parametrize(
+    ("calls", "batch", "changes"),  # the batch it ends with; (step, micro-batch before) of each change
+    [
+        ([1], (2, 4), [(1, 4)]),
+        ([7, 8], (1, 8), [(4, 4), (4, 2)]),
+        ([6, 15], (1, 8), [(3, 4), (5, 2)]),
+    ],
+    ids=["first pass", "twice in a step", "in two steps"],
+)
 @pytest.mark.slow
-def test_a_training_goes_on_from_its_last_step(tmp_path: Path, whole: Any, calls: Any, steps: Any) -> None:
-    reached = (1, 8) if len(calls) > 1 else (2, 4)
-    trainer, lesson, taken = build(tmp_path, save_steps=3), lesson_in(tmp_path), []
+def test_a_training_goes_on_from_its_last_step(
+    tmp_path: Path, whole: Any, calls: list[int], batch: tuple[int, int], changes: list[tuple[int, int]]
+) -> None:
+    trainer = build(tmp_path, save_steps=3)
+    lesson = lesson_in(tmp_path)
+    taken: list[str] = []
     sync: Any = SimpleNamespace(messages=list, take=lambda folder: taken.append(folder.name), seconds=1.0)
     trainer.add_callback(course_callback(tmp_path, sync, trainer))
     run_out(trainer, *calls)
     oom.train_within_memory(trainer, lesson.run.path, None)
+
     assert_same(trainer, whole)
-    assert batch_of(trainer) == reached and trainer._train_batch_size == reached[0]
-    changes = [
-        (change["step"], change["from"]["per_device_train_batch_size"]) for change in oom.oom_changes(lesson.run.path)
-    ]
-    assert changes == [*zip(steps, (4, 2), strict=False)]
+    assert batch_of(trainer) == batch
+    assert trainer._train_batch_size == batch[0]
+    noted = []
+    for change in oom.oom_changes(lesson.run.path):
+        noted.append((change["step"], change["from"]["per_device_train_batch_size"]))
+    assert noted == changes
     assert taken == ["checkpoint-3", "checkpoint-6", "checkpoint-7"]
     with refused("This trainer has trained before, and would mix two"):
         run.train(trainer, course_callback(tmp_path))
 
 
-@pytest.mark.parametrize("where", ["first update", "saving", "validation", "loading", "last step"])
-def test_no_step_is_lost_wherever_memory_runs_out(tmp_path: Path, monkeypatch: Any, whole: Any, where: str) -> None:
-    trainer, checkpoint, callback = build(tmp_path, save_steps=3), None, TrainerCallback()
-    if where == "first update":
-        monkeypatch.setattr(torch.optim.AdamW, "step", torch.optim.AdamW.step)  # restored afterwards
-        raised = raise_once(torch.optim.AdamW, "step", after=True)
-    elif where == "saving":
-        raised = raise_once(trainer, "_save_optimizer_and_scheduler")
-    elif where == "validation":
-        trainer = build(tmp_path, rows(count=5), save_steps=3, load_best_model_at_end=False)
-        raised = raise_once(trainer, "evaluate", when=lambda: trainer.state.global_step == 3)
-    elif where == "loading":
-        raised, checkpoint = raise_once(trainer, "_load_from_checkpoint"), Path(whole.args.output_dir) / "checkpoint-6"
-    else:
-        raised = raise_once(callback, "on_step_end", when=lambda: trainer.state.global_step == STEPS)
-    trainer.add_callback(callback)
-    oom.train_within_memory(trainer, tmp_path, checkpoint)
-    assert raised and batch_of(trainer) == ((4, 2) if where == "last step" else (2, 4))
+def assert_finished(trainer: Any, whole: Any, batch: tuple[int, int], since: int = 0) -> None:
+    """It is the training nothing happened to, with its last checkpoint and this batch."""
+    assert_same(trainer, whole, since)
+    assert batch_of(trainer) == batch
     assert (Path(trainer.args.output_dir) / f"checkpoint-{STEPS}").exists()
-    assert_same(trainer, whole, since=6 if checkpoint else 0)
+
+
+def test_no_step_is_lost_if_the_first_update_runs_out(tmp_path: Path, monkeypatch: Any, whole: Any) -> None:
+    trainer = build(tmp_path, save_steps=3)
+    monkeypatch.setattr(torch.optim.AdamW, "step", torch.optim.AdamW.step)  # restored afterwards
+    raised = raise_oom_in(torch.optim.AdamW, "step", after=True)
+    oom.train_within_memory(trainer, tmp_path, None)
+    assert raised
+    assert_finished(trainer, whole, batch=(2, 4))
+
+
+def test_no_step_is_lost_if_saving_runs_out(tmp_path: Path, whole: Any) -> None:
+    trainer = build(tmp_path, save_steps=3)
+    raised = raise_oom_in(trainer, "_save_optimizer_and_scheduler")
+    oom.train_within_memory(trainer, tmp_path, None)
+    assert raised
+    assert_finished(trainer, whole, batch=(2, 4))
+
+
+def test_no_step_is_lost_if_validation_runs_out(tmp_path: Path, whole: Any) -> None:
+    trainer = build(tmp_path, rows(count=5), save_steps=3, load_best_model_at_end=False)
+    raised = raise_oom_in(trainer, "evaluate", when=lambda: trainer.state.global_step == 3)
+    oom.train_within_memory(trainer, tmp_path, None)
+    assert raised
+    assert_finished(trainer, whole, batch=(2, 4))
+
+
+def test_no_step_is_lost_if_loading_a_checkpoint_runs_out(tmp_path: Path, whole: Any) -> None:
+    trainer = build(tmp_path, save_steps=3)
+    raised = raise_oom_in(trainer, "_load_from_checkpoint")
+    oom.train_within_memory(trainer, tmp_path, Path(whole.args.output_dir) / "checkpoint-6")
+    assert raised
+    assert_finished(trainer, whole, batch=(2, 4), since=6)
+
+
+def test_no_step_is_lost_if_the_last_step_runs_out(tmp_path: Path, whole: Any) -> None:
+    trainer = build(tmp_path, save_steps=3)
+    callback = TrainerCallback()
+    raised = raise_oom_in(callback, "on_step_end", when=lambda: trainer.state.global_step == STEPS)
+    trainer.add_callback(callback)
+    oom.train_within_memory(trainer, tmp_path, None)
+    assert raised
+    assert_finished(trainer, whole, batch=(4, 2))
 
 
 @pytest.mark.slow
@@ -1481,56 +1559,89 @@ def test_gradient_checkpointing_is_turned_on_and_then_nothing_is_left(tmp_path: 
     oom.train_within_memory(trainer, tmp_path, None)
     assert trainer.model.base_model.model.model.layers[0].gradient_checkpointing
     assert_same(trainer, whole)
+
     trainer = build(tmp_path / "again", per_device_train_batch_size=1)
     run_out(trainer, *range(6, 100))
     with refused("Out of memory at step 3 with"):
         oom.train_within_memory(trainer, tmp_path, None)
 
 
-def test_what_cannot_go_on_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, callback, lesson = build(tmp_path / "a"), TrainerCallback(), lesson_in(tmp_path / "a")
-    raise_once(callback, "on_optimizer_step", when=lambda: trainer.state.global_step == 3)
+def test_a_later_update_that_broke_off_ends_the_training(tmp_path: Path) -> None:
+    trainer = build(tmp_path)
+    callback = TrainerCallback()
+    raise_oom_in(callback, "on_optimizer_step", when=lambda: trainer.state.global_step == 3)
     trainer.add_callback(callback)
-    with refused("Out of memory at step 4 with"):  # a later update broke off
-        oom.train_within_memory(trainer, lesson.run.path, None)
-    trainer, lesson = build(tmp_path), lesson_in(tmp_path)
-    problem = ValueError("CUDA out of memory")
-    trainer.compute_loss = lambda *_, **__: (_ for _ in ()).throw(problem)
+    with refused("Out of memory at step 4 with"):
+        oom.train_within_memory(trainer, tmp_path, None)
+
+
+def test_other_errors_and_running_out_in_one_of_several_processes_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build(tmp_path)
+
+    def other_error(*_: Any, **__: Any) -> None:
+        raise ValueError("CUDA out of memory")
+
+    trainer.compute_loss = other_error
     with pytest.raises(ValueError, match="CUDA"):
-        oom.train_within_memory(trainer, lesson.run.path, None)
-    assert batch_of(trainer) == (4, 2) and oom.oom_changes(lesson.run.path) == []
-    raise_once(trainer, "train")
+        oom.train_within_memory(trainer, tmp_path, None)
+    assert batch_of(trainer) == (4, 2)
+    assert oom.oom_changes(tmp_path) == []
+
+    raise_oom_in(trainer, "train")
     monkeypatch.setenv("LOCAL_RANK", "0")  # one of several processes
     with refused("Out of memory at step 1 with"):
-        oom.train_within_memory(trainer, lesson.run.path, None)
-
-
-def test_what_counts_as_out_of_memory() -> None:
-    texts = [OOM, "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"]
-    texts += ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
-    for problem in (*map(RuntimeError, texts), torch.OutOfMemoryError("anything")):
-        assert hardware.out_of_memory(problem), problem
-    for problem in (RuntimeError("CUDA error: an illegal memory access was encountered"), MemoryError("out of memory")):
-        assert not hardware.out_of_memory(problem), problem
-
-
-OFF, ON, OFFLOAD = (False, False), (True, False), (True, True)  # gradient_checkpointing, activation_offloading
+        oom.train_within_memory(trainer, tmp_path, None)
 
 
 @pytest.mark.parametrize(
-    ("start", "offload", "expected"),
+    ("problem", "expected"),
     [
-        ((6, 2, *OFF), True, [(3, 4, *OFF), (1, 12, *OFF), (1, 12, *ON), (1, 12, *OFFLOAD)]),
-        ((5, 1, *ON), True, [(1, 5, *ON), (1, 5, *OFFLOAD)]),
-        ((1, 8, *ON), False, []),
+        (RuntimeError(OOM), True),
+        (RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (torch.OutOfMemoryError("anything"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (MemoryError("out of memory"), False),
     ],
+    ids=["PyTorch's", "CUDA's", "cuBLAS's", "by type", "another error of CUDA", "of the machine"],
 )
-def test_settings_get_smaller_in_order_and_the_batch_stays(start: Any, offload: bool, expected: Any) -> None:
-    settings, seen = StepSettings(*start), []
-    while (smaller := settings.smaller(offload)) is not None:
-        settings = smaller
-        seen.append(astuple(settings))
-    assert seen == expected
+def test_what_counts_as_out_of_memory(problem: Exception, expected: bool) -> None:
+    assert hardware.out_of_memory(problem) is expected
+
+
+def smaller_settings(settings: StepSettings, offload: bool) -> list[StepSettings]:
+    """All smaller settings, in the order in which they are tried."""
+    tried = []
+    smaller = settings.smaller(offload)
+    while smaller is not None:
+        tried.append(smaller)
+        smaller = smaller.smaller(offload)
+    return tried
+
+
+def test_settings_get_smaller_in_order_and_the_batch_stays() -> None:
+    start = StepSettings(6, 2, gradient_checkpointing=False, activation_offloading=False)
+    assert smaller_settings(start, offload=True) == [
+        StepSettings(3, 4, gradient_checkpointing=False, activation_offloading=False),
+        StepSettings(1, 12, gradient_checkpointing=False, activation_offloading=False),
+        StepSettings(1, 12, gradient_checkpointing=True, activation_offloading=False),
+        StepSettings(1, 12, gradient_checkpointing=True, activation_offloading=True),
+    ]
+
+
+def test_a_micro_batch_that_is_prime_becomes_a_single_row() -> None:
+    start = StepSettings(5, 1, gradient_checkpointing=True, activation_offloading=False)
+    assert smaller_settings(start, offload=True) == [
+        StepSettings(1, 5, gradient_checkpointing=True, activation_offloading=False),
+        StepSettings(1, 5, gradient_checkpointing=True, activation_offloading=True),
+    ]
+
+
+def test_without_offloading_a_recomputed_single_row_is_the_smallest() -> None:
+    start = StepSettings(1, 8, gradient_checkpointing=True, activation_offloading=False)
+    assert smaller_settings(start, offload=False) == []
 
 
 @pytest.mark.slow
@@ -1540,19 +1651,23 @@ def test_the_loss_scale_of_float16_goes_on(tmp_path: Path) -> None:
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             if state.global_step == 0:
-                next(weight for weight in model.parameters() if weight.requires_grad).grad.fill_(float("inf"))
+                trained = [weight for weight in model.parameters() if weight.requires_grad]
+                trained[0].grad.fill_(math.inf)
 
-    trainers = []
-    for name in ("undisturbed", "disturbed"):
-        trainer = build(tmp_path / name, max_grad_norm=0.0, learning_rate=1e-3, optim="adamw_torch")
+    def build_with_scale(folder: Path) -> Any:
+        trainer = build(folder, max_grad_norm=0.0, learning_rate=1e-3, optim="adamw_torch")
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
         trainer.add_callback(Overflow())
-        trainers.append(trainer)
-    undisturbed, trainer = trainers
+        return trainer
+
+    undisturbed = build_with_scale(tmp_path / "undisturbed")
     undisturbed.train()
+    trainer = build_with_scale(tmp_path / "disturbed")
     run_out(trainer, 6)
     oom.train_within_memory(trainer, tmp_path, None)
+
     scale = undisturbed.accelerator.scaler.state_dict()
-    assert trainer.accelerator.scaler.state_dict() == scale and scale["scale"] == 1024 / 2 * 2**3
+    assert scale["scale"] == 1024 / 2 * 2**3  # halved by the overflow, doubled after every 2 of the other 6 steps
+    assert trainer.accelerator.scaler.state_dict() == scale
     assert batch_of(trainer) == (2, 4)
     assert_same(trainer, undisturbed)
