@@ -16,8 +16,8 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from dataclasses import astuple
-from itertools import chain, count
+from dataclasses import dataclass
+from itertools import chain, count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +40,7 @@ from transformers import (
     EarlyStoppingCallback,
     TrainerCallback,
 )
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -50,7 +51,7 @@ from nbutils.training import oom, resume, run, validation
 from nbutils.training.oom import StepSettings
 from nbutils.training.sharding import full_weights
 
-FINGERPRINT = dict[str, Any](seed=1)
+FINGERPRINT: dict[str, Any] = {"seed": 1}
 RTX_4090 = hardware.GPU("NVIDIA GeForce RTX 4090", (8, 9), 23.6, 1)
 
 
@@ -66,14 +67,15 @@ def quick() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def lesson_in(folder: Path, **attached: Any) -> Any:
-    """The folders and the profile of a lesson; `attached` are `inputs` and `earlier` of its folders."""
+def lesson_in(folder: Path, inputs: Path | None = None, earlier: tuple[Path, ...] = ()) -> Any:
+    """The folders and the profile of a lesson; checkpoints may also lie in `inputs` and in `earlier` folders."""
     run = lesson.RunFolder(folder / "runs/demo")
     run.path.mkdir(parents=True, exist_ok=True)
-    folders = platforms.Folders(folder, folder / "scratch", folder / "runs", **{"inputs": None} | attached)
+    scratch = folder / "scratch"
+    folders = platforms.Folders(folder, scratch, folder / "runs", inputs, earlier)
     local = platforms.Platform("local", "")
     resolved = profiles.resolve("tiny", gpu=None, platform=local, online=lambda: False)
-    return SimpleNamespace(run=run, folders=folders, scratch=folder / "scratch/demo", profile=resolved.profile)
+    return SimpleNamespace(run=run, folders=folders, scratch=scratch / "demo", profile=resolved.profile)
 
 
 SIZES: dict[str, Any] = {
@@ -105,203 +107,313 @@ def one_step(model: Any, recompute: bool) -> tuple[torch.Tensor, dict[str, torch
         model.enable_input_require_grads()
     model.zero_grad()
     torch.manual_seed(2)  # for dropout
-    ids = torch.randint(2, 100, (2, 17), generator=torch.Generator().manual_seed(3)).to(model.device)
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(2, 100, (2, 17), generator=generator).to(model.device)
     out = model(input_ids=ids, labels=ids, use_cache=False)
     out.loss.backward()
-    return out.logits.detach(), {
-        key: weight.grad.clone() for key, weight in model.named_parameters() if weight.grad is not None
-    }
+    grads = {}
+    for name, weight in model.named_parameters():
+        if weight.grad is not None:
+            grads[name] = weight.grad.clone()
+    return out.logits.detach(), grads
 
 
 def tiny(**options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype="float32", **options)
 
 
+class ClampedMLP(Qwen2MLP):
+    """An MLP that computes something the kernels do not know."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden).clamp(-0.01, 0.01)
+
+
+class EightBitLinear(nn.Linear):
+    """A linear layer with a quantization the kernels do not know."""
+
+
 def model_with(what: str) -> Any:
     """A model of another family, in 4 bits, or with something the kernels do not know."""
     if what == "4 bit":
         return tiny(quantization_config=FOUR_BIT, device_map={"": "cpu"})
-    base = random_model("glm4" if what == "glm4" else "qwen2")
-    mlp = type(base.model.layers[0].mlp)
-    clamped = type("Clamped", (mlp,), {"forward": lambda self, x: mlp.forward(self, x).clamp(-0.01, 0.01)})
-    for layer in base.model.layers:
-        if what == "unknown MLP":
-            layer.mlp.__class__ = clamped
-        elif what == "hook on the MLP":
-            layer.mlp.register_forward_hook(lambda module, inputs, out: out * out)
-    if what == "unknown quantization":
-        base.model.layers[0].mlp.up_proj.__class__ = type("EightBit", (nn.Linear,), {})
+    if what == "glm4":
+        return random_model("glm4")
+    base = random_model()
+    mlps = [layer.mlp for layer in base.model.layers]
+    if what == "unknown MLP":
+        for mlp in mlps:
+            mlp.__class__ = ClampedMLP
+    elif what == "hook on the MLP":
+        for mlp in mlps:
+            mlp.register_forward_hook(lambda module, inputs, out: out * out)
+    elif what == "unknown quantization":
+        mlps[0].up_proj.__class__ = EightBitLinear
     return base
 
 
 @pytest.mark.parametrize("first", ["answers", "validation"])
 def test_four_bit_weights_stay_as_training_reads_them(first: str) -> None:
-    model, flag = model_with("4 bit"), "support_avx512bf16_for_cpu"
-    layers = [layer for layer in model.modules() if hasattr(layer, flag)]
+    model = model_with("4 bit")
+    packs_for_answers = "support_avx512bf16_for_cpu"
+    layers = [layer for layer in model.modules() if hasattr(layer, packs_for_answers)]
+    assert layers
     for layer in layers:
-        setattr(layer, flag, True)  # as on a CPU where bitsandbytes packs them for answers
+        setattr(layer, packs_for_answers, True)  # as on a CPU where bitsandbytes packs them for answers
     before = [layer.weight.data.clone() for layer in layers]
+
     if first == "answers":
-        row = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
-        evaluation.answer_rows(model, AutoTokenizer.from_pretrained(files.TINY_MODEL), [row], max_new_tokens=2)
+        tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL)
+        question = {"role": "user", "content": "1"}
+        answer = {"role": "assistant", "content": "2"}
+        evaluation.answer_rows(model, tokenizer, [{"messages": [question, answer]}], max_new_tokens=2)
     else:
         lora.patch_model(adapted(model), fused=False)
         with torch.inference_mode():
             model.eval()(torch.tensor([[5, 6, 7]]))
-    assert before and all(torch.equal(layer.weight.data, was) for layer, was in zip(layers, before, strict=True))
+
+    for layer, weight in zip(layers, before, strict=True):
+        assert torch.equal(layer.weight.data, weight)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     ("what", "layers"),
-    [("qwen2", 21), ("dropout", 21), ("glm4", 18), ("unknown MLP", 21), ("unknown quantization", 20),
-     ("hook on the MLP", 21), ("4 bit", None)],  # in glm4, gate and up are one matrix
-)  # fmt: skip
-def test_outputs_and_gradients_are_pefts(what: str, layers: int | None, recompute: bool) -> None:
-    model = adapted(model_with(what), lora_dropout=0.3 if what == "dropout" else 0.0)
+    [
+        ("qwen2", 21),
+        ("dropout", 21),
+        ("glm4", 18),  # gate and up are one matrix
+        ("unknown MLP", 21),
+        ("unknown quantization", 20),
+        ("hook on the MLP", 21),
+        ("4 bit", 42),  # the bundled model has 6 layers, the others 3
+    ],
+)
+def test_outputs_and_gradients_are_pefts(what: str, layers: int, recompute: bool) -> None:
+    dropout = 0.3 if what == "dropout" else 0.0
+    model = adapted(model_with(what), lora_dropout=dropout)
     logits, grads = one_step(model, recompute)
-    fused = lora.patch_model(model, fused=False)
-    assert fused == lora.patch_model(model, fused=False) == (layers or 7 * model.config.num_hidden_layers)
+
+    assert lora.patch_model(model, fused=False) == layers
+    assert lora.patch_model(model, fused=False) == layers, "patching twice is patching once"
     fused_logits, fused_grads = one_step(model, recompute)
+
     torch.testing.assert_close(fused_logits, logits, rtol=1e-4, atol=1e-4)
-    assert set(fused_grads) == set(grads) and grads
+    assert grads
+    assert set(fused_grads) == set(grads)
     for name, grad in grads.items():
-        assert (fused_grads[name] - grad).abs().max() < 1e-4 * grad.abs().max(), name
+        error = (fused_grads[name] - grad).abs().max()
+        assert error < 1e-4 * grad.abs().max(), name
+
+
+def distance(grads: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    """The Euclidean distance of all gradients from the true ones."""
+    squares = [(grads[name] - truth[name]).square().sum().item() for name in truth]
+    return math.sqrt(sum(squares))
 
 
 def errors_in_16_bits(device: str, liger: bool, recompute: bool) -> dict[str, float]:
     """How far PEFT's gradients and ours are from those in 32 bits; the base in bfloat16, as in lesson 03."""
-    model = adapted(random_model().to(torch.bfloat16).float()).to(device)
+    base = random_model().to(torch.bfloat16).float()
+    model = adapted(base).to(device)
     _, truth = one_step(model, recompute=False)
     for name, weight in model.named_parameters():
-        weight.data = weight.data if "lora" in name else weight.data.to(torch.bfloat16)
+        if "lora" not in name:
+            weight.data = weight.data.to(torch.bfloat16)
+
     with torch.autocast(device, torch.bfloat16):
         _, pefts = one_step(model, recompute)
         lora.patch_model(model, liger)
         _, ours = one_step(model, recompute)
-    assert {grad.dtype for grad in ours.values()} == {torch.float32} and set(ours) == set(truth)
-    return {
-        kind: sum(((grads[name] - truth[name]) ** 2).sum().item() for name in truth) ** 0.5
-        for kind, grads in {"ours": ours, "pefts": pefts}.items()
-    }
+
+    assert set(ours) == set(truth)
+    assert {grad.dtype for grad in ours.values()} == {torch.float32}
+    return {"ours": distance(ours, truth), "pefts": distance(pefts, truth)}
 
 
-def test_16_bits_are_as_exact_as_pefts_and_a_recomputed_layer_skips_its_last_product(monkeypatch: Any) -> None:
+def test_16_bits_are_as_exact_as_pefts() -> None:
     errors = errors_in_16_bits("cpu", liger=False, recompute=False)
     assert 0 < errors["ours"] < 1.1 * errors["pefts"]
-    model, product, recomputed = adapted(random_model()), lora._product, []
-    backward = lambda: torch._C._current_graph_task_id() != -1  # noqa: E731
+
+
+def test_a_recomputed_layer_skips_its_last_product(monkeypatch: Any) -> None:
+    model = adapted(random_model())
     lora.patch_model(model, fused=False)
-    monkeypatch.setattr(lora, "_product", lambda *operands: recomputed.append(backward()) or product(*operands))
+    product = lora._product
+    in_backward_pass: list[bool] = []
+
+    def noted_product(*operands: Any) -> Any:
+        in_backward_pass.append(torch._C._current_graph_task_id() != -1)
+        return product(*operands)
+
+    monkeypatch.setattr(lora, "_product", noted_product)
     one_step(model, recompute=True)
-    assert recomputed.count(False) == 21 and recomputed.count(True) == 18
-    assert type(random_model("glm4").model.layers[0]).__name__ not in lora.ENDS_WITH_MLP  # a norm follows its MLP
+    assert in_backward_pass.count(False) == 21  # 7 in each of 3 layers
+    assert in_backward_pass.count(True) == 18  # computed again, but for the last one of each layer
+
+    glm4_layer = type(random_model("glm4").model.layers[0])
+    assert glm4_layer.__name__ not in lora.ENDS_WITH_MLP, "a norm follows its MLP"
 
 
 def test_evaluation_other_adapters_and_variants_are_pefts_own() -> None:
-    assert lora.patch_model(adapted(random_model(), use_dora=True), fused=False) == 0
-    model, ids = adapted(random_model()), torch.arange(2, 12)[None]
+    dora = adapted(random_model(), use_dora=True)
+    assert lora.patch_model(dora, fused=False) == 0
+
+    model = adapted(random_model())
+    ids = torch.arange(2, 12)[None]
 
     def outputs() -> list[torch.Tensor]:
         with torch.no_grad(), model.eval().disable_adapter():
             base = model.train()(input_ids=ids).logits
-        return [base, model.eval()(input_ids=ids).logits.detach()]
+        tuned = model.eval()(input_ids=ids).logits.detach()
+        return [base, tuned]
 
     before = outputs()
     lora.patch_model(model, fused=False)
     torch.testing.assert_close(outputs(), before)
+
     model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear"))
     model.train()(input_ids=ids)
-    model.merge_and_unload().train()(input_ids=ids)
+    merged = model.merge_and_unload()
+    merged.train()(input_ids=ids)
 
 
 def test_checksums_see_one_changed_weight_and_two_swapped_ones() -> None:
-    model = nn.Linear(40, 40)
-    model.bias.requires_grad_(False)
-    before = lora.weight_checksums(model)
-    assert lora.weight_checksums(copy.deepcopy(model)) == before == {"weight": (True, ANY), "bias": (False, ANY)}
+    layer = nn.Linear(40, 40)
+    layer.bias.requires_grad_(False)
+    before = lora.weight_checksums(layer)
+    assert before == {"weight": (True, ANY), "bias": (False, ANY)}  # whether it is trained, and its checksum
+    assert lora.weight_checksums(copy.deepcopy(layer)) == before
+
     with torch.no_grad():
-        model.weight[3, 3] += 1e-3
-        model.bias[[0, 1]] = model.bias[[1, 0]]
-    assert all(checksum != before[name] for name, checksum in lora.weight_checksums(model).items())
-
-
-def test_dtypes_are_counted_and_adapters_cast_to_float32(tmp_path: Path) -> None:
-    model = model_with("4 bit")
-    assert lora.weight_kinds(model.requires_grad_(False))["nf4, double"] == 7 * model.config.num_hidden_layers
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
-    layers[0].requires_grad_(False)
-    lora.repair_precision(layers)
-    assert lora.weight_kinds(layers) == {"bfloat16": 2}
-    assert {weight.dtype for weight in layers[1].parameters()} == {torch.float32}
-    lora.require_unquantized(str(files.TINY_MODEL))
-    config = json.loads((files.TINY_MODEL / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
-    with refused(f"config.json of {tmp_path!s} says that"):
-        lora.require_unquantized(str(tmp_path))
+        layer.weight[3, 3] += 1e-3
+        layer.bias[[0, 1]] = layer.bias[[1, 0]]
+    after = lora.weight_checksums(layer)
+    assert after["weight"] != before["weight"]
+    assert after["bias"] != before["bias"]
 
 
 ROWS = [[5, 6, 7, 8, 9], [20, 21, 22], [30, 31, 32, 33], [40, 41]]
 
 
-def packed(rows: list[list[int]]) -> dict[str, Any]:
+def test_the_base_is_counted_as_nf4() -> None:
+    model = model_with("4 bit").requires_grad_(False)
+    kinds = lora.weight_kinds(model)
+    assert kinds["nf4, double"] == 7 * model.config.num_hidden_layers
+
+
+def test_weights_that_are_trained_are_cast_to_float32_and_the_frozen_stay() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.bfloat16)
+    frozen, trained = layers
+    frozen.requires_grad_(False)
+    lora.repair_precision(layers)
+    assert lora.weight_kinds(layers) == {"bfloat16": 2}, "of the frozen weights"
+    assert {weight.dtype for weight in trained.parameters()} == {torch.float32}
+
+
+def test_a_base_that_is_quantized_already_is_refused(tmp_path: Path) -> None:
+    lora.require_unquantized(str(files.TINY_MODEL))
+    config = json.loads((files.TINY_MODEL / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with refused(f"config.json of {tmp_path!s} says that"):
+        lora.require_unquantized(str(tmp_path))
+
+
+def packed_row(examples: list[list[int]]) -> dict[str, Any]:
+    """Some examples as one row."""
+    tokens = [*chain.from_iterable(examples)]
+    lengths = [len(example) for example in examples]
+    return {"input_ids": tokens, "labels": tokens, "seq_lengths": lengths}
+
+
+def packed(examples: list[list[int]]) -> dict[str, Any]:
     """Two packed rows, flattened by TRL's collator as the trainer's are."""
-    halves = (rows[: len(rows) // 2], rows[len(rows) // 2 :])
-    examples = [
-        {"input_ids": [*chain(*half)], "labels": [*chain(*half)], "seq_lengths": [*map(len, half)]} for half in halves
-    ]
-    batch = lora.with_boundaries(DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True))(examples)
+    middle = len(examples) // 2
+    rows = [packed_row(examples[:middle]), packed_row(examples[middle:])]
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    batch = lora.with_boundaries(collate)(rows)
     batch.pop("labels")
     return batch
 
 
-def varlen_kernel(*flat: torch.Tensor, **rest: Any) -> torch.Tensor:
+def varlen_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: torch.Tensor, *_: Any, **options: Any
+) -> torch.Tensor:
     """Torch's varlen kernel as its documentation describes it, in slow steps: it has no CPU form of its own."""
-    query, key, value, edges, *_ = flat
-    out, group, left = torch.zeros_like(query), query.shape[1] // key.shape[1], rest["window_size"][0]
-    for start, end in zip(edges.tolist()[:-1], edges.tolist()[1:], strict=True):
-        q = query[start:end].transpose(0, 1)
-        k, v = (states[start:end].transpose(0, 1).repeat_interleave(group, dim=0) for states in (key, value))
-        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None]
-        hidden = (distance < 0) | ((distance > left) & (left >= 0))
-        scores = (q @ k.transpose(1, 2) * rest["scale"]).masked_fill(hidden, float("-inf"))
-        out[start:end] = scores.softmax(-1).matmul(v).transpose(0, 1)
+    queries_of_a_key = query.shape[1] // key.shape[1]  # heads
+    looks_back = options["window_size"][0]  # negative: to the first token
+    out = torch.zeros_like(query)
+    for start, end in pairwise(edges.tolist()):
+        queries = query[start:end].transpose(0, 1)
+        keys = key[start:end].transpose(0, 1).repeat_interleave(queries_of_a_key, dim=0)
+        values = value[start:end].transpose(0, 1).repeat_interleave(queries_of_a_key, dim=0)
+        positions = torch.arange(end - start)
+        distances = positions[:, None] - positions
+        hidden = distances < 0
+        if looks_back >= 0:
+            hidden |= distances > looks_back
+        scores = queries @ keys.transpose(1, 2) * options["scale"]
+        attention = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        out[start:end] = (attention @ values).transpose(0, 1)
     return out
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager", "varlen", "varlen without boundaries"])
-def test_packed_rows_have_the_logits_of_single_rows(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+BOUNDARIES = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "with_boundaries"), [("sdpa", True), ("eager", True), ("varlen", True), ("varlen", False)]
+)
+def test_packed_rows_have_the_logits_of_single_rows(
+    backend: str, with_boundaries: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_kernel)
-    name = lora.attention(backend.split()[0])
+    name = lora.attention(backend)
     model = tiny(attn_implementation=name).eval()
     assert model.config._attn_implementation == name
 
-    def logits(**batch: Any) -> torch.Tensor:
-        added = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-        dropped = added if "without" in backend else ()
+    def logits(batch: dict[str, Any]) -> torch.Tensor:
+        dropped = set() if with_boundaries else BOUNDARIES
+        inputs = {key: batch[key] for key in batch.keys() - dropped}
         with torch.inference_mode():
-            return model(**{key: batch[key] for key in batch if key not in dropped}, use_cache=False).logits[0]
+            return model(**inputs, use_cache=False).logits[0]
 
-    together = logits(**packed(ROWS))
-    single = torch.cat([logits(input_ids=torch.tensor([row])) for row in ROWS])
-    torch.testing.assert_close(together, single, rtol=1e-4, atol=1e-5)
-    changed = logits(**packed([[50, 51, 52, 53, 54], *ROWS[1:]]))
-    different = (together - changed).abs().amax(dim=-1) > 1e-6
-    assert different[:5].all() and not different[5:].any()
+    together = logits(packed(ROWS))
+    single = [logits({"input_ids": torch.tensor([row])}) for row in ROWS]
+    torch.testing.assert_close(together, torch.cat(single), rtol=1e-4, atol=1e-5)
+
+    other_first = [50, 51, 52, 53, 54]
+    changed = logits(packed([other_first, *ROWS[1:]]))
+    differences = (together - changed).abs().amax(dim=-1)
+    assert (differences[:5] > 1e-6).all()
+    assert (differences[5:] <= 1e-6).all(), "no other row sees the first"
 
 
-def test_padded_batches_use_torchs_ordinary_attention_and_what_the_kernel_lacks_is_refused() -> None:
-    models = [tiny(attn_implementation=name).eval() for name in (lora.attention("varlen"), "sdpa")]
+def test_padded_batches_use_torchs_ordinary_attention() -> None:
+    varlen = tiny(attn_implementation=lora.attention("varlen")).eval()
+    sdpa = tiny(attn_implementation="sdpa").eval()
     ids = torch.tensor([[0, 0, 5, 6, 7], [8, 9, 10, 11, 12]])
     mask = (ids != 0).long()
+
     with torch.inference_mode():
-        torch.testing.assert_close(*(model(input_ids=ids, attention_mask=mask).logits[mask.bool()] for model in models))
-    said = [model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False) for model in models]
-    assert torch.equal(*said)
-    query, parts = torch.zeros(1, 4, 3, 8), {"dropout": 0.1, "s_aux": torch.zeros(4), "softcap": 50.0}
-    for part, value in parts.items():
-        with refused("attention has dropout, sinks or softcap"):
-            lora._attend(nn.Module(), query, query, query, None, **{part: value})
+        logits = varlen(input_ids=ids, attention_mask=mask).logits
+        expected = sdpa(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()])
+
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(varlen.generate(ids, **options), sdpa.generate(ids, **options))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"dropout": 0.1}, {"s_aux": torch.zeros(4)}, {"softcap": 50.0}],
+    ids=["dropout", "sinks", "softcap"],
+)
+def test_what_the_kernel_lacks_is_refused(option: dict[str, Any]) -> None:
+    query = torch.zeros(1, 4, 3, 8)
+    with refused("attention has dropout, sinks or softcap"):
+        lora._attend(nn.Module(), query, query, query, None, **option)
 
 
 TRACKERS = ("WANDB_MODE", "WANDB_SILENT", "WANDB_CONSOLE", "WANDB_API_KEY", "TENSORBOARD_LOGGING_DIR")
@@ -315,66 +427,97 @@ def no_trackers(monkeypatch: Any) -> None:
         monkeypatch.delenv(name)
 
 
-def report_to(scratch: Path, chosen: Any = None) -> list[str]:
-    """The trackers of a profile that names these."""
-    sft: Any = SimpleNamespace() if chosen is None else SimpleNamespace(report_to=chosen)
+def report_to(scratch: Path, chosen: str | list[str] | None = None) -> list[str]:
+    """The trackers of a profile that names these, or none."""
+    sft: Any = SimpleNamespace()
+    if chosen is not None:
+        sft.report_to = chosen
     return tracking.report_to(sft, scratch)
 
 
 @pytest.mark.usefixtures("no_trackers")
 def test_a_profile_names_any_tracker_of_transformers(tmp_path: Path, capsys: Any) -> None:
-    assert report_to(tmp_path, "none") == report_to(tmp_path, []) == [] and capsys.readouterr().out == ""
-    assert report_to(tmp_path, "tensorboard") == ["tensorboard"] and wandb.run is None
+    assert report_to(tmp_path, "none") == []
+    assert report_to(tmp_path, []) == []
+    assert capsys.readouterr().out == ""
+    assert report_to(tmp_path, "tensorboard") == ["tensorboard"]
+    assert wandb.run is None
     assert "wandb" not in capsys.readouterr().out
     assert report_to(tmp_path, ["tensorboard", "comet_ml"]) == ["tensorboard", "comet_ml"]
 
 
 @pytest.mark.usefixtures("no_trackers")
 @pytest.mark.slow
-def test_wandb_is_offline_in_the_run_folder_or_online_with_a_key(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_wandb_is_offline_in_the_run_folder(tmp_path: Path, capsys: Any) -> None:
     assert report_to(tmp_path) == ["tensorboard", "wandb"]
     tracking.end_trackers(tmp_path / "kept")  # the logs are copied there
     assert list((tmp_path / "logs/wandb").glob("offline-*"))
     assert f"wandb sync {tmp_path}/kept/wandb/offline-*\n" in capsys.readouterr().out
     assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path / "logs/tensorboard")
-    good, wrong, seen = "k" * 40, "w" * 40, list[str]()
+
+
+GOOD_KEY = "k" * 40
+
+
+WRONG_KEY = "w" * 40
+
+
+@pytest.mark.usefixtures("no_trackers")
+@pytest.mark.parametrize(
+    ("mode", "key", "tried"),
+    [
+        ("offline", GOOD_KEY, ["offline"]),
+        ("online", WRONG_KEY, ["online", "offline"]),
+        ("online", GOOD_KEY, ["online"]),
+    ],
+)
+def test_wandb_is_online_with_a_key_that_is_never_shown(
+    mode: str, key: str, tried: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    modes: list[str] = []
 
     def init(mode: str, **_: object) -> None:
-        seen.append(mode)
-        if mode == "online" and os.environ["WANDB_API_KEY"] == wrong:
-            raise RuntimeError(f"key {wrong} is not valid")
+        modes.append(mode)
+        key = os.environ["WANDB_API_KEY"]
+        if mode == "online" and key == WRONG_KEY:
+            raise RuntimeError(f"key {key} is not valid")
 
     monkeypatch.setattr(wandb, "init", init)
-    online, offline = ["online"], ["offline"]
-    for mode, key, modes in (("offline", good, offline), ("online", wrong, online + offline), ("online", good, online)):
-        monkeypatch.setenv("WANDB_MODE", mode)
-        monkeypatch.setenv("WANDB_API_KEY", key)
-        seen.clear()
-        report_to(tmp_path)
-        assert seen == modes and key not in capsys.readouterr().out
+    monkeypatch.setenv("WANDB_MODE", mode)
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    report_to(tmp_path)
+    assert modes == tried
+    assert key not in capsys.readouterr().out
 
 
 def test_tensorboard_is_opened_as_the_platform_allows(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
-    logs, panel = tmp_path / "scratch/logs/tensorboard", tmp_path / "root/tf-logs"
+    logs = tmp_path / "scratch/logs/tensorboard"
+    panel = tmp_path / "root/tf-logs"
     assert "--logdir" in tracking.how_to_open(logs, "demo", "autodl"), "an image without the panel"
+
     panel.mkdir(parents=True)
     (panel / "demo").symlink_to(tmp_path / "earlier")
     for _ in range(2):  # the cell runs again
-        assert "demo" in tracking.how_to_open(logs, "demo", "autodl") and (panel / "demo").readlink() == logs
-    (panel / "mine").mkdir()
-    assert "--logdir" in tracking.how_to_open(logs, "mine", "autodl") and not (panel / "mine").is_symlink()
+        assert "demo" in tracking.how_to_open(logs, "demo", "autodl")
+        assert (panel / "demo").readlink() == logs
+
+    (panel / "mine").mkdir()  # not a link: somebody's own folder
+    assert "--logdir" in tracking.how_to_open(logs, "mine", "autodl")
+    assert not (panel / "mine").is_symlink()
+
     assert f"%tensorboard --logdir {logs}" in tracking.how_to_open(logs, "demo", "colab")
     assert "ssh -L 6006:127.0.0.1:6006" in tracking.how_to_open(logs, "demo", "runpod")
 
 
 def test_swanlab_is_used_where_it_is_chosen_and_never_costs_the_training(tmp_path: Path, monkeypatch: Any) -> None:
-    modes, secret, fails = list[str](), "s" * 40, True
+    modes: list[str] = []
+    valid_keys: list[str] = []
 
     def init(mode: str, **_: object) -> None:
         modes.append(mode)
-        if mode == "online" and fails:
-            raise RuntimeError(f"key {secret} is not valid")
+        if mode == "online" and GOOD_KEY not in valid_keys:
+            raise RuntimeError(f"key {GOOD_KEY} is not valid")
 
     fake = SimpleNamespace(init=init, has_run=lambda: False)
     monkeypatch.setitem(sys.modules, "swanlab", fake)
@@ -383,23 +526,33 @@ def test_swanlab_is_used_where_it_is_chosen_and_never_costs_the_training(tmp_pat
         monkeypatch.setenv(f"SWANLAB_{name}", "x")  # so that what the code sets is undone afterwards
         monkeypatch.delenv(f"SWANLAB_{name}")
 
-    def started() -> str:
+    def begin() -> str:
+        """What is said of SwanLab as the training begins."""
         return tracking._begin_swanlab(tmp_path, "demo")
 
-    assert started() == "" and not modes, "nobody chose it"
+    assert begin() == "", "nobody chose it"
+    assert modes == []
+
     monkeypatch.setenv("SWANLAB_MODE", "offline")
-    assert "offline" in started() and modes == ["offline"]
+    assert "offline" in begin()
+    assert modes == ["offline"]
     monkeypatch.delenv("SWANLAB_MODE")
-    monkeypatch.setenv("SWANLAB_API_KEY", secret)
-    said = started()
-    assert modes[1:] == ["online", "offline"] and "RuntimeError" in said and secret not in said
-    fails = False
-    assert started() == "swanlab online"
+
+    modes.clear()
+    monkeypatch.setenv("SWANLAB_API_KEY", GOOD_KEY)
+    message = begin()
+    assert modes == ["online", "offline"]
+    assert "RuntimeError" in message
+    assert GOOD_KEY not in message
+
+    valid_keys.append(GOOD_KEY)
+    assert begin() == "swanlab online"
+
     monkeypatch.setenv("SWANLAB_MODE", "disabled")
-    assert started() == ""
+    assert begin() == ""
     monkeypatch.delenv("SWANLAB_MODE")
     monkeypatch.setattr(tracking.install, "unsatisfied", list)
-    assert started() == "", "it is not installed"
+    assert begin() == "", "it is not installed"
 
 
 def keep_one(store: Path, step: int, content: str = "") -> None:
@@ -418,14 +571,22 @@ def resumed_at(lesson: Any, how: str = "auto") -> int:
 def test_the_newest_of_run_folder_and_earlier_folders_is_resumed(tmp_path: Path) -> None:
     lesson = lesson_in(tmp_path, earlier=(tmp_path / "old",))
     assert resumed_at(lesson) == 0
+
     keep_one(tmp_path / "old/demo/checkpoints", 5)
-    assert resumed_at(lesson) == 5 and (lesson.run.checkpoints / "checkpoint-5.tar").exists()
+    assert resumed_at(lesson) == 5
+    assert (lesson.run.checkpoints / "checkpoint-5.tar").exists()
+
     keep_one(lesson.run.checkpoints, 7)
-    (lesson.scratch / "trainer/checkpoint-99").mkdir(parents=True)  # left by a killed run: proves nothing
-    assert resumed_at(lesson) == 7 and not (lesson.scratch / "trainer/checkpoint-99").exists()
-    (lesson.run.path / resume.OOM_FILE).write_text("{}")
-    assert resumed_at(lesson, "never") == 0 and resumed_at(lesson) == 0
-    assert not (lesson.run.path / resume.OOM_FILE).exists()
+    unproven = lesson.scratch / "trainer/checkpoint-99"  # left by a killed run
+    unproven.mkdir(parents=True)
+    assert resumed_at(lesson) == 7
+    assert not unproven.exists()
+
+    oom_changes = lesson.run.path / resume.OOM_FILE
+    oom_changes.write_text("{}")
+    assert resumed_at(lesson, "never") == 0
+    assert resumed_at(lesson) == 0
+    assert not oom_changes.exists()
 
 
 def test_a_chosen_checkpoint_is_resumed_and_later_ones_are_set_aside(tmp_path: Path) -> None:
@@ -437,14 +598,17 @@ def test_a_chosen_checkpoint_is_resumed_and_later_ones_are_set_aside(tmp_path: P
         resumed_at(lesson, "7")
     with refused("The checkpoints in this run are of another training"):
         resume.resume_point(lesson.run, lesson.folders, {"other": 1}, "8")
+
     assert resumed_at(lesson, "8") == 8
     aside = {path.name for path in lesson.run.checkpoints.glob("*.aside")}
     assert aside == {"checkpoint-10.tar.aside", "checkpoint-10.json.aside"}
+
     shutil.rmtree(lesson.scratch)  # a new machine
     assert resumed_at(lesson) == 8
     keep_one(lesson.run.checkpoints, 10, "of the new branch")
     newest = resume.resume_point(lesson.run, lesson.folders, FINGERPRINT, "auto")
-    assert newest and (newest / "x").read_text() == "of the new branch"
+    assert newest is not None
+    assert (newest / "x").read_text() == "of the new branch"
 
 
 def test_a_run_continues_from_the_attached_read_only_output_of_the_last(tmp_path: Path) -> None:
@@ -457,12 +621,14 @@ def test_a_run_continues_from_the_attached_read_only_output_of_the_last(tmp_path
     lesson = lesson_in(tmp_path, inputs=tmp_path / "input")
     assert resumed_at(lesson) == 20
     assert (lesson.run.checkpoints / "checkpoint-20.json").exists()  # so that the chain can go on from here
-    assert resumed_at(lesson, "never") == 0 and (attached / "checkpoint-20.tar").exists()
+    assert resumed_at(lesson, "never") == 0
+    assert (attached / "checkpoint-20.tar").exists()
 
 
 def test_a_second_training_in_the_same_run_is_refused(tmp_path: Path) -> None:
     lesson = lesson_in(tmp_path)
-    assert resumed_at(lesson) == resumed_at(lesson) == 0  # the same kernel may start again
+    assert resumed_at(lesson) == 0
+    assert resumed_at(lesson) == 0, "the same kernel may start again"
     other = FileLock(lesson.scratch / "training.lock", timeout=0)
     with pytest.raises(Timeout):
         other.acquire()
@@ -480,7 +646,8 @@ def test_a_disk_without_locks_is_warned_of_once_and_still_has_one_training(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     lesson = lesson_in(tmp_path)
-    assert resumed_at(lesson) == resumed_at(lesson) == 0
+    assert resumed_at(lesson) == 0
+    assert resumed_at(lesson) == 0
     assert capsys.readouterr().out.count("[WARN]") == 1
     monkeypatch.setattr(resume, "_LOCKS", {})  # as another process sees it
     with refused("training in demo right now."):
@@ -489,54 +656,134 @@ def test_a_disk_without_locks_is_warned_of_once_and_still_has_one_training(
 
 def test_the_fingerprint_of_a_model_is_its_content_and_not_its_place(tmp_path: Path) -> None:
     def fingerprint(folder: str, changed_at: int = 0) -> dict[str, str]:
-        place, content = tmp_path / folder / "m", bytearray(3 * files.CHUNK)
+        """Of a model whose weights are all 0, but for one matrix of many that begins at this byte."""
+        content = bytearray(3 * files.CHUNK)
+        matrix = b"\x01" * (len(content) // 40)
+        content[changed_at : changed_at + len(matrix)] = matrix
+        place = tmp_path / folder / "m"
         place.mkdir(parents=True, exist_ok=True)
-        content[changed_at : changed_at + len(content) // 40] = bytes([1]) * (len(content) // 40)  # one matrix of many
         (place / "config.json").write_text("{}")
         (place / "model.safetensors").write_bytes(content)
         return resume.model_fingerprint(str(place), str(place))
 
-    assert fingerprint("one") == fingerprint("other") and fingerprint("one")["name"] == "m"
-    assert len({fingerprint("one", at * files.CHUNK // 4)["content"] for at in range(11)}) == 11
-    frozen = json.loads((Path(__file__).with_name("contracts.json")).read_text())["checkpoint"]["fingerprint"]["model"]
+    here = fingerprint("here")
+    assert here["name"] == "m"
+    assert fingerprint("elsewhere") == here
+    contents = set()
+    for quarter in range(11):
+        changed = fingerprint("here", changed_at=quarter * files.CHUNK // 4)
+        contents.add(changed["content"])
+    assert len(contents) == 11, "each matrix counts"
+
+
+def test_the_fingerprint_of_the_bundled_model_stays_the_same() -> None:
+    contracts = json.loads(Path(__file__).with_name("contracts.json").read_text())
+    frozen = contracts["checkpoint"]["fingerprint"]["model"]
     assert resume.model_fingerprint(str(files.TINY_MODEL), "tiny") == frozen
 
 
-@pytest.mark.parametrize(("step", "max_steps", "left"), [(20, 20, 0), (20, 25, 5), (20, 10, 0), (7, -1, 2)])
+@pytest.mark.parametrize(
+    ("step", "max_steps", "left"),
+    [
+        (20, 20, 0),
+        (20, 25, 5),
+        (20, 10, 0),
+        (7, -1, 2),  # 9 steps: 1.5 passes over 21 rows, 4 of them a step
+    ],
+)
 def test_what_is_left_to_train_is_counted(tmp_path: Path, step: int, max_steps: int, left: int) -> None:
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": []}))
-    epochs = {"train_batch_size": 2, "world_size": 1, "gradient_accumulation_steps": 2, "num_train_epochs": 1.5}
-    trainer = SimpleNamespace(args=SimpleNamespace(max_steps=max_steps, **epochs), train_dataset=range(21))
+    state = {"global_step": step, "log_history": []}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    args = SimpleNamespace(
+        max_steps=max_steps,
+        num_train_epochs=1.5,
+        train_batch_size=2,
+        gradient_accumulation_steps=2,
+        world_size=1,
+    )
+    trainer = SimpleNamespace(args=args, train_dataset=range(21))
     assert validation.steps_left(trainer, tmp_path, patience=3) == left
 
 
 def test_checkpoints_that_do_not_fit_stop_the_training_before_it_begins(tmp_path: Path) -> None:
-    model, args = SimpleNamespace(num_parameters=lambda **_: 2**50), SimpleNamespace(output_dir=".", save_total_limit=1)
+    huge = SimpleNamespace(num_parameters=lambda **_: 2**50)
+    args = SimpleNamespace(output_dir=".", save_total_limit=1)
+    trainer = SimpleNamespace(model=huge, args=args, eval_dataset=None)
     with refused("Not enough disk space in"):
-        course_callback(tmp_path).prepare(SimpleNamespace(model=model, args=args, eval_dataset=None))
+        course_callback(tmp_path).prepare(trainer)
+
+
+@dataclass
+class Session:
+    """A session in which a training begins."""
+
+    platform: str
+    hours_used: int  # of the session before
+    max_hours: float
+    step_seconds: int
+    sync_seconds: int  # to copy a checkpoint
+
+
+def train_until_end(session: Session, monkeypatch: Any) -> tuple[float, str]:
+    """The hours after which the training ends, and why; it is given up after 100 hours."""
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setenv("NBUTILS_PLATFORM", session.platform)
+    monkeypatch.setattr(platforms, "session_seconds", lambda platform: session.hours_used * 3600.0)
+    monkeypatch.setattr(run, "monotonic", lambda: clock.seconds)
+    budget = run.TimeBudget(session.max_hours, started=0.0)
+    reason = ""
+    while not reason and clock.seconds < 100 * 3600:
+        clock.seconds += session.step_seconds
+        reason = budget.reason_to_end(session.sync_seconds)
+    return clock.seconds / 3600, reason
 
 
 @pytest.mark.parametrize(
-    ("platform", "max_hours", "case"),  # hours used, seconds a step and a sync, hours it may end after
+    ("session", "least", "most"),  # hours
     [
-        ("colab", 0.0, (2, 30, 600, (9.6, 10 - 950 / 3600))),  # of 12 hours, with time to save and sync
-        ("colab", 2.0, (11, 10, 0, (1.7, 2 - 300 / 3600))),  # MAX_HOURS counts from the lesson
-        ("local", 1.0, (0, 300, 0, (0.6, 1 - 600 / 3600))),  # a slow step ends it earlier
-        ("local", 0.0, (0, 600, 0, (100, 101))),  # nobody counts
-        ("colab", 0.0, (13, 600, 0, (100, 101))),  # a machine older than its limit has another one
+        pytest.param(
+            Session("colab", hours_used=2, max_hours=0.0, step_seconds=30, sync_seconds=600),
+            9.6,
+            10 - 950 / 3600,
+            id="of Colab's 12 hours, with time to save and sync",
+        ),
+        pytest.param(
+            Session("colab", hours_used=11, max_hours=2.0, step_seconds=10, sync_seconds=0),
+            1.7,
+            2 - 300 / 3600,
+            id="MAX_HOURS counts from the lesson",
+        ),
+        pytest.param(
+            Session("local", hours_used=0, max_hours=1.0, step_seconds=300, sync_seconds=0),
+            0.6,
+            1 - 600 / 3600,
+            id="a slow step ends it earlier",
+        ),
     ],
 )
-def test_a_run_ends_in_time(monkeypatch: Any, platform: str, max_hours: float, case: Any) -> None:
-    used, step, sync, (least, most) = case
-    monkeypatch.setattr(platforms, "session_seconds", lambda platform: used * 3600.0)
-    monkeypatch.setenv("NBUTILS_PLATFORM", platform)
-    steps, reason = 0, ""
-    monkeypatch.setattr(run, "monotonic", lambda: float(step * steps))
-    budget = run.TimeBudget(max_hours, 0.0)
-    while not reason and step * steps < 100 * 3600:
-        steps += 1
-        reason = budget.reason_to_end(sync)
-    assert least <= step * steps / 3600 <= most and (least >= 100 or "MAX_HOURS" in reason)
+def test_a_run_ends_in_time(session: Session, least: float, most: float, monkeypatch: Any) -> None:
+    hours, reason = train_until_end(session, monkeypatch)
+    assert least <= hours <= most
+    assert "MAX_HOURS" in reason
+
+
+@pytest.mark.parametrize(
+    "session",
+    [
+        pytest.param(
+            Session("local", hours_used=0, max_hours=0.0, step_seconds=600, sync_seconds=0),
+            id="nobody counts",
+        ),
+        pytest.param(
+            Session("colab", hours_used=13, max_hours=0.0, step_seconds=600, sync_seconds=0),
+            id="a machine older than its limit has another one",
+        ),
+    ],
+)
+def test_a_run_without_a_known_limit_goes_on(session: Session, monkeypatch: Any) -> None:
+    hours, reason = train_until_end(session, monkeypatch)
+    assert hours >= 100
+    assert reason == ""
 
 
 @pytest.mark.parametrize(("number", "again"), processes.AT_ONCE.items())
@@ -545,15 +792,19 @@ def test_a_signal_saves_and_ends_a_training_and_a_second_one_acts_at_once(
 ) -> None:
     before = signal.signal(number, signal.default_int_handler)  # SIGINT may be ignored here
     callback = course_callback(tmp_path)
-    state, control = SimpleNamespace(global_step=3, max_steps=9), SimpleNamespace(should_training_stop=False)
+    state = SimpleNamespace(global_step=3, max_steps=9)
+    control = SimpleNamespace(should_training_stop=False)
     with pytest.raises(KeyboardInterrupt), processes.first_signals(callback.budget.ask_to_end):
         os.kill(os.getpid(), number)
         callback.end_in_time(state, control)
-        assert control.should_save and control.should_training_stop
+        assert control.should_save
+        assert control.should_training_stop
         assert signal.getsignal(number) == again
         raise KeyboardInterrupt
-    after = again if again == signal.SIG_IGN else signal.default_int_handler  # a terminal that is gone stays gone
-    assert signal.signal(number, before) == after
+    after = signal.signal(number, before)
+    terminal_is_gone = again == signal.SIG_IGN
+    expected = signal.SIG_IGN if terminal_is_gone else signal.default_int_handler  # it stays gone
+    assert after == expected
 
 
 HANGUP = """
@@ -576,27 +827,42 @@ Path("saved").write_text(str(signals))
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_closed_terminal_ends_a_training_as_sigterm_does_and_nohup_stays_nohup(tmp_path: Path, ignored: bool) -> None:
     master, terminal = pty.openpty()
-    handler = signal.SIG_IGN if ignored else signal.SIG_DFL  # as nohup leaves it
-    start = lambda: (os.setsid(), fcntl.ioctl(0, termios.TIOCSCTTY, 0), signal.signal(signal.SIGHUP, handler))  # noqa: E731
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-    process = subprocess.Popen([sys.executable, "-c", HANGUP], cwd=tmp_path, env=env, preexec_fn=start, **streams)
+
+    def take_terminal() -> None:
+        """Make it the terminal of the new process; whoever was started by nohup ignores that it is closed."""
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGUP],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        preexec_fn=take_terminal,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
     os.close(terminal)
     wait_for((tmp_path / "ready").exists, 20)
+
     os.close(master)
+    ended_by = signal.SIGHUP
     if ignored:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.5)
         process.terminate()
+        ended_by = signal.SIGTERM
     process.wait(20)
-    expected = [int(signal.SIGTERM if ignored else signal.SIGHUP)]
-    assert process.returncode == 0 and (tmp_path / "saved").read_text() == str(expected)
+    assert process.returncode == 0
+    assert (tmp_path / "saved").read_text() == str([int(ended_by)])
 
 
 def test_a_training_without_any_output_goes_on(tmp_path: Path) -> None:
     code = "from nbutils.processes import first_signals\nwith first_signals(print): print('nobody reads this')"
     command = ["bash", "-c", '"$0" -c "$1" >&- 2>&-', sys.executable, code]
-    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0
+    ended = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert ended.returncode == 0
 
 
 def run_live(steps: int, seconds: float, monkeypatch: Any) -> tuple[Any, Any]:
@@ -616,16 +882,21 @@ def run_live(steps: int, seconds: float, monkeypatch: Any) -> tuple[Any, Any]:
     return live, state
 
 
-@pytest.mark.parametrize(("steps", "seconds", "lines"), [(1000, 0.01, (4, 7)), (3600, 1.0, (46, 66))])
+@pytest.mark.parametrize(
+    ("steps", "seconds", "fewest", "most"),
+    [(1000, 0.01, 4, 7), (3600, 1.0, 46, 66)],
+    ids=["10 seconds", "an hour"],
+)
 def test_lines_are_few_and_say_everything(
-    steps: int, seconds: float, lines: tuple[int, int], capsys: Any, monkeypatch: Any
+    steps: int, seconds: float, fewest: int, most: int, capsys: Any, monkeypatch: Any
 ) -> None:
     run_live(steps, seconds, monkeypatch)
-    shown = capsys.readouterr().out.splitlines()
-    assert lines[0] <= len(shown) <= lines[1] and shown[0].startswith(f"training · steps 1 to {steps:,}")
+    lines = capsys.readouterr().out.splitlines()
+    assert fewest <= len(lines) <= most
+    assert lines[0].startswith(f"training · steps 1 to {steps:,}")
     words = r"step 1 of .* · loss 2.000 · validation 3.000 \(step 0\) · tokens/s [\d,]+ · peak .* GiB · time left .*"
-    assert re.fullmatch(words, shown[2])
-    assert shown[-1].startswith(f"trained {steps:,} of {steps:,} steps in ")
+    assert re.fullmatch(words, lines[2])
+    assert lines[-1].startswith(f"trained {steps:,} of {steps:,} steps in ")
 
 
 def test_in_a_notebook_one_panel_is_drawn_over(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -634,34 +905,52 @@ def test_in_a_notebook_one_panel_is_drawn_over(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("nbutils.display.watched", lambda: True)
     monkeypatch.setattr("IPython.display.display", lambda *_, **__: handle)
     run_live(1000, 0.01, monkeypatch)
-    assert 10 <= len(drawn) <= 15 and capsys.readouterr().out == "" and drawn[-1]["text/plain"].startswith("trained")
-    assert all(word in drawn[-1]["text/html"] for word in ("<svg", "checkpoint 1 is kept", "tokens/s"))
+    assert 10 <= len(drawn) <= 15
+    assert capsys.readouterr().out == ""
+    last = drawn[-1]
+    assert last["text/plain"].startswith("trained")
+    for word in ("<svg", "checkpoint 1 is kept", "tokens/s"):
+        assert word in last["text/html"]
 
 
 def result_of(trainer: Any, callback: Any, seconds: float = 1.0, first_step: int = 0) -> Any:
-    callback.session_seconds, callback.first_step = seconds, first_step
+    """The result of a training whose last session began at this step and took so long."""
+    callback.session_seconds = seconds
+    callback.first_step = first_step
     return run.TrainingResult(trainer, callback, kept_step=0, changed=(2, 0), peak_gib=1.0, checksums={}, weights={})
 
 
 @pytest.mark.parametrize(
-    ("platform", "gpu", "price"),
-    [("autodl", RTX_4090, {"¥": 2.0}), ("runpod", RTX_4090, {"$": 0.4}), ("local", RTX_4090, {"¥": 2.0, "$": 0.4}),
-     ("kaggle", RTX_4090, {}), ("local", None, {})],
-)  # fmt: skip
-def test_what_was_measured(tmp_path: Path, monkeypatch: Any, platform: str, gpu: Any, price: Any) -> None:
-    monkeypatch.setattr(gpus, "hourly_price", lambda gpu: gpus.Price(2.0, 0.4) if gpu else gpus.Price(None, None))
-    monkeypatch.setenv("NBUTILS_PLATFORM", platform)
+    ("platform", "gpu", "cost"),  # of half an hour
+    [
+        ("autodl", RTX_4090, {"¥": 1.0}),
+        ("runpod", RTX_4090, {"$": 0.2}),
+        ("local", RTX_4090, {"¥": 1.0, "$": 0.2}),
+        ("kaggle", RTX_4090, None),
+        ("local", None, None),
+    ],
+)
+def test_what_was_measured(tmp_path: Path, monkeypatch: Any, platform: str, gpu: Any, cost: Any) -> None:
+    price = gpus.Price(2.0, 0.4) if gpu else gpus.Price(None, None)
+    monkeypatch.setattr(gpus, "hourly_price", lambda gpu: price)
     monkeypatch.setattr(hardware, "gpu", lambda: gpu)
+    monkeypatch.setenv("NBUTILS_PLATFORM", platform)
     live, state = run_live(2, 900, monkeypatch)
     args = SimpleNamespace(world_size=2, train_batch_size=3, gradient_accumulation_steps=4)
     trainer = SimpleNamespace(state=state, args=args)
     callback = course_callback(tmp_path, trainer=trainer)
     callback.live = live
-    numbers = result_of(trainer, callback, 1800.0, first_step=1).facts()
-    assert numbers.get("cost") == ({sign: hourly / 2 for sign, hourly in price.items()} or None)
-    assert (numbers["skipped_steps"], numbers["batch"], numbers["tokens_per_second"]) == (1, 24, 0.1)
-    nothing = result_of(trainer, callback, 99.0, first_step=2).facts()
-    assert nothing["tokens_per_second"] is nothing["train_seconds"] is nothing["cost"] is None and nothing["steps"] == 2
+
+    facts = result_of(trainer, callback, seconds=1800.0, first_step=1).facts()
+    assert facts.get("cost") == cost
+    assert facts["skipped_steps"] == 1
+    assert facts["batch"] == 24
+    assert facts["tokens_per_second"] == 0.1
+
+    nothing_trained = result_of(trainer, callback, seconds=99.0, first_step=2).facts()
+    assert nothing_trained["steps"] == 2
+    for name in ("tokens_per_second", "train_seconds", "cost"):
+        assert nothing_trained[name] is None, name
 
 
 OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 14.56 GiB"
@@ -671,8 +960,12 @@ STEPS = 7  # 21 rows: 3 steps a pass with 8 rows each, the last of a pass with 5
 
 def rows(sizes: tuple[int, ...] = (10, 8), count: int = 21) -> Dataset:
     """Packed rows of examples of these sizes, all different."""
-    tokens = [[FIRST + n, *((n * 31 + k * k) % 900 + 10 for k in range(sum(sizes) - 1))] for n in range(count)]
-    return Dataset.from_list([{"input_ids": row, "labels": row, "seq_lengths": [*sizes]} for row in tokens])
+    packed_rows = []
+    for number in range(count):
+        others = [(number * 31 + place * place) % 900 + 10 for place in range(sum(sizes) - 1)]
+        tokens = [FIRST + number, *others]
+        packed_rows.append({"input_ids": tokens, "labels": tokens, "seq_lengths": [*sizes]})
+    return Dataset.from_list(packed_rows)
 
 
 class Diary(TrainerCallback):
@@ -698,9 +991,6 @@ class Diary(TrainerCallback):
 
 def build(folder: Path, held_out: Any = None, **settings: Any) -> Any:
     """A real trainer on the first layer of the tiny model, with a diary; it evaluates held-out rows when it saves."""
-    if held_out is not None:
-        settings = {"eval_strategy": "steps", "eval_on_start": True, "metric_for_best_model": "eval_loss"} | settings
-        settings = {"eval_steps": settings["save_steps"], "load_best_model_at_end": True} | settings
     defaults: dict[str, Any] = {
         "max_length": 256, "packing": True, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
         "max_steps": STEPS, "learning_rate": 2e-3, "lr_scheduler_type": "cosine", "gradient_checkpointing": False,
@@ -708,35 +998,49 @@ def build(folder: Path, held_out: Any = None, **settings: Any) -> Any:
         "logging_steps": 3, "save_steps": 100, "save_total_limit": 1, "seed": 1, "data_seed": 1,
         "dataset_kwargs": {"skip_prepare_dataset": True},
     }  # fmt: skip
+    if held_out is not None:
+        defaults |= {
+            "eval_strategy": "steps",
+            "eval_steps": settings["save_steps"],
+            "eval_on_start": True,
+            "metric_for_best_model": "eval_loss",
+            "load_best_model_at_end": True,
+        }
     torch.manual_seed(0)
     trainer: Any = SFTTrainer(
-        model=tiny(num_hidden_layers=1), processing_class=AutoTokenizer.from_pretrained(files.TINY_MODEL),
-        args=SFTConfig(output_dir=str(folder / "trainer"), **defaults | settings), train_dataset=rows(),
+        model=tiny(num_hidden_layers=1),
+        processing_class=AutoTokenizer.from_pretrained(files.TINY_MODEL),
+        args=SFTConfig(output_dir=str(folder / "trainer"), **defaults | settings),
+        train_dataset=rows(),
         eval_dataset=held_out,
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    )  # fmt: skip
+    )
     lora.patch_lora_kernels(trainer)
     validation.use_token_mean(trainer)
     trainer.diary = Diary()
     trainer.add_callback(trainer.diary)
     compute_loss = trainer.compute_loss
 
-    def counted_loss(model: Any, inputs: Any, **words: Any) -> Any:
-        tokens = inputs["input_ids"].flatten().tolist()
-        trainer.diary.seen += [token - FIRST for token in tokens if FIRST <= token < FIRST + 900]
+    def noted_loss(model: Any, inputs: Any, **words: Any) -> Any:
+        for token in inputs["input_ids"].flatten().tolist():
+            if FIRST <= token < FIRST + 900:
+                trainer.diary.seen.append(token - FIRST)
         return compute_loss(model, inputs, **words)
 
-    trainer.compute_loss = counted_loss
+    trainer.compute_loss = noted_loss
     return trainer
 
 
 def course_callback(folder: Path, sync: Any = None, trainer: Any = None, patience: int = 0) -> Any:
     """Lesson 03's callback as `prepare` leaves it."""
-    begun = lesson_in(folder)
-    callback: Any = run.CourseCallback(None, begun.profile, run=begun.run, folders=begun.folders, started=0.0)
-    callback.sync = sync or SimpleNamespace(messages=list, take=lambda folder: None, seconds=1.0)
-    callback.fingerprint, callback.kinds = {"data": "d"}, {}
-    callback.trainer, callback.patience = trainer, patience
+    lesson = lesson_in(folder)
+    callback: Any = run.CourseCallback(None, lesson.profile, run=lesson.run, folders=lesson.folders, started=0.0)
+    no_sync = SimpleNamespace(messages=list, take=lambda folder: None, seconds=1.0)
+    callback.sync = sync or no_sync
+    callback.fingerprint = {"data": "d"}
+    callback.kinds = {}
+    callback.trainer = trainer
+    callback.patience = patience
     return callback
 
 
@@ -745,14 +1049,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The training nothing happens to; its checkpoints of steps 3 and 6 are kept."""
     trainer = build(tmp_path_factory.mktemp("whole"), save_steps=3, save_total_limit=2)
     trainer.train()
-    assert [len(seen) for seen, _ in trainer.diary.steps.values()] == [8, 8, 5, 8, 8, 5, 8]
+    rows_of_steps = [len(seen) for seen, _ in trainer.diary.steps.values()]
+    assert rows_of_steps == [8, 8, 5, 8, 8, 5, 8]
     return trainer
 
 
 def assert_same(trainer: Any, whole: Any, since: int = 0) -> None:
     """The same steps, rows in the same order, rates and weights."""
-    assert trainer.state.global_step == trainer.state.max_steps == whole.state.max_steps
-    assert trainer.diary.steps == {step: seen for step, seen in whole.diary.steps.items() if step > since}
+    assert trainer.state.max_steps == whole.state.max_steps
+    assert trainer.state.global_step == whole.state.max_steps
+    expected = {step: diary for step, diary in whole.diary.steps.items() if step > since}
+    assert trainer.diary.steps == expected
     torch.testing.assert_close(full_weights(trainer.model), full_weights(whole.model), rtol=0, atol=1e-6)
 
 
@@ -776,78 +1083,108 @@ def steps_of(trainer: Any) -> list[int]:
     return [step for step, _ in tracking.validation_history(trainer.state.log_history)]
 
 
+def example_loss(model: nn.Module, tokens: list[int], labels: list[int]) -> float:
+    """The sum of the losses of an example's tokens, each predicted from those before it."""
+    logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1]
+    losses = functional.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum")
+    return float(losses.detach())
+
+
 def test_the_loss_is_the_mean_over_all_trained_tokens_whatever_the_batches(tmp_path: Path) -> None:
-    held_out = rows(sizes=(9, 7), count=5)
-    labels = [[-100] * (3 + number) + row["labels"][3 + number :] for number, row in enumerate(held_out)]
-    held_out = held_out.remove_columns("labels").add_column("labels", labels)
-    trainer, total = build(tmp_path, per_device_train_batch_size=1, max_length=16), 0.0
+    plain = rows(sizes=(9, 7), count=5)
+    labels = []
+    for number, row in enumerate(plain):
+        prompt = 3 + number  # tokens that are not trained
+        labels.append([-100] * prompt + row["labels"][prompt:])
+    held_out = plain.remove_columns("labels").add_column("labels", labels)
+    trainer = build(tmp_path, per_device_train_batch_size=1, max_length=16)
     trainer.model.eval()
+
+    total = 0.0
     for row in held_out:
-        for part in (slice(0, 9), slice(9, 16)):  # the examples of a packed row do not see each other
-            logits = trainer.model(input_ids=torch.tensor([row["input_ids"][part]])).logits[0, :-1]
-            labels = torch.tensor(row["labels"][part][1:])
-            total += float(functional.cross_entropy(logits, labels, reduction="sum").detach())
+        tokens = row["input_ids"]
+        labels = row["labels"]
+        total += example_loss(trainer.model, tokens[:9], labels[:9])  # the two examples of a row do not see each other
+        total += example_loss(trainer.model, tokens[9:], labels[9:])
     trained = sum(label != -100 for row in held_out for label in row["labels"])
-    expected = pytest.approx(total / trained, rel=1e-4)
-    assert validation.token_mean_loss(trainer, held_out) == expected and trainer.model.training is False
+    mean = pytest.approx(total / trained, rel=1e-4)
+
+    assert validation.token_mean_loss(trainer, held_out) == mean
+    assert trainer.model.training is False
     trainer.args.per_device_train_batch_size = 3
-    assert validation.token_mean_loss(trainer, held_out) == expected
+    assert validation.token_mean_loss(trainer, held_out) == mean
 
 
 def test_a_validation_takes_as_many_forward_passes_as_micro_batches_of_its_tokens_would(tmp_path: Path) -> None:
-    trainer, passes = build(tmp_path, packing=False, per_device_train_batch_size=4), []
+    trainer = build(tmp_path, packing=False, per_device_train_batch_size=4)
     compute_loss = trainer.compute_loss
+    passes: list[int] = []  # the tokens of each
 
     def counted_loss(model: Any, inputs: Any, **words: Any) -> Any:
         passes.append(inputs["input_ids"].numel())
         return compute_loss(model, inputs, **words)
 
     trainer.compute_loss = counted_loss
-    held_out = concatenate_datasets([rows(sizes=(240,), count=1), rows(sizes=(10,), count=30)])
-    validation.token_mean_loss(trainer, held_out)  # 540 tokens, 4 rows of 17.4 are a micro-batch
-    assert passes == [240, 60, 60, 60, 60, 60]
+    long_row = rows(sizes=(240,), count=1)
+    short_rows = rows(sizes=(10,), count=30)
+    validation.token_mean_loss(trainer, concatenate_datasets([long_row, short_rows]))
+    assert passes == [240, 60, 60, 60, 60, 60]  # 540 tokens, 4 rows of 17.4 are a micro-batch
 
 
 @pytest.mark.slow
 def test_validation_at_start_saves_and_end_changes_nothing(tmp_path: Path, whole: Any) -> None:
     trainer, _ = validated(tmp_path, load_best_model_at_end=False)
     trainer.train()
-    assert steps_of(trainer) == [0, 2, 4, 6, STEPS] and validation.load_best(trainer) == STEPS
+    assert steps_of(trainer) == [0, 2, 4, 6, STEPS]
+    assert validation.load_best(trainer) == STEPS
     assert_same(trainer, whole)
-    losses = tracking.loss_history(trainer.state.log_history)
-    tracking.write_history([*trainer.state.log_history, {"step": 8, "loss": math.nan}], tmp_path / "history.json")
-    assert len(json.loads((tmp_path / "history.json").read_text())) == len(losses) + 5
+
+    log = trainer.state.log_history
+    not_finite = {"step": 8, "loss": math.nan}
+    tracking.write_history([*log, not_finite], tmp_path / "history.json")
+    written = json.loads((tmp_path / "history.json").read_text())
+    assert len(written) == len(tracking.loss_history(log)) + len(steps_of(trainer))
 
 
 @pytest.mark.slow
 def test_the_best_step_is_restored_also_by_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = validated(tmp_path, (5.0, 3.0, 4.0), monkeypatch, max_steps=4)
     first.train()
-    again, resumed = validated(tmp_path, (4.5, 4.6), monkeypatch, max_steps=7)
-    again.train(resume_from_checkpoint=str(tmp_path / "trainer/checkpoint-4"))
+    resumed, callback = validated(tmp_path, (4.5, 4.6), monkeypatch, max_steps=7)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "trainer/checkpoint-4"))
     assert (tmp_path / "trainer/checkpoint-2").exists(), "the trainer keeps the best one"
+
     finished, _ = validated(tmp_path, (), monkeypatch, max_steps=4)
     run._load_finished(finished, tmp_path / "trainer/checkpoint-7")
-    torch.testing.assert_close(full_weights(finished.model), again.diary.weights[7], rtol=0, atol=0)
-    for trainer in (first, again, finished):
+    torch.testing.assert_close(full_weights(finished.model), resumed.diary.weights[7], rtol=0, atol=0)
+
+    for trainer in (first, resumed, finished):
         assert validation.load_best(trainer) == 2
         torch.testing.assert_close(full_weights(trainer.model), first.diary.weights[2], rtol=0, atol=0)
-    numbers = result_of(again, resumed, first_step=4).facts()
-    assert (numbers["validation_loss"], numbers["best_step"]) == ({"first": 5.0, "best": 3.0, "last": 4.6}, 2)
+    facts = result_of(resumed, callback, first_step=4).facts()
+    assert facts["validation_loss"] == {"first": 5.0, "best": 3.0, "last": 4.6}
+    assert facts["best_step"] == 2
 
 
 @pytest.mark.slow
-def test_it_ends_early_when_the_loss_rises_and_at_once_when_it_is_not_finite(tmp_path: Path, monkeypatch: Any) -> None:
-    trainer, callback = validated(tmp_path / "a", (5.0, 3.0, 3.1, 3.2), monkeypatch, patience=2, max_steps=20)
+def test_it_ends_early_when_the_loss_rises(tmp_path: Path, monkeypatch: Any) -> None:
+    trainer, callback = validated(tmp_path, (5.0, 3.0, 3.1, 3.2), monkeypatch, patience=2, max_steps=20)
     trainer.train()
-    assert trainer.state.global_step == 6 == result_of(trainer, callback).facts()["planned_steps"]
+    assert trainer.state.global_step == 6
+    assert result_of(trainer, callback).facts()["planned_steps"] == 6
     assert validation.load_best(trainer) == 2
-    assert validation.steps_left(trainer, tmp_path / "a/trainer/checkpoint-6", patience=2) == 0
-    trainer, callback = validated(tmp_path / "b", (5.0, 4.0, math.nan), monkeypatch)
+    assert validation.steps_left(trainer, tmp_path / "trainer/checkpoint-6", patience=2) == 0
+
+
+@pytest.mark.slow
+def test_it_ends_at_once_when_the_loss_is_not_finite(tmp_path: Path, monkeypatch: Any) -> None:
+    trainer, callback = validated(tmp_path, (5.0, 4.0, math.nan), monkeypatch)
     trainer.train()
-    assert trainer.state.global_step == 4 and not (tmp_path / "b/trainer/checkpoint-4").exists()
+    assert trainer.state.global_step == 4
+    assert not (tmp_path / "trainer/checkpoint-4").exists()
     assert validation.load_best(trainer) == 2
-    assert math.isnan(result_of(trainer, callback).facts()["validation_loss"]["last"])
+    losses = result_of(trainer, callback).facts()["validation_loss"]
+    assert math.isnan(losses["last"])
 
 
 class Stop(TrainerCallback):
@@ -858,17 +1195,8 @@ class Stop(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
-
-
-def test_a_stop_is_not_validated_and_no_rows_are_no_validation(tmp_path: Path) -> None:
-    trainer, _ = validated(tmp_path)
-    trainer.add_callback(Stop(3))
-    trainer.train()
-    assert steps_of(trainer) == [0, 2] and validation.load_best(trainer) == 2
-    trainer, callback = validated(tmp_path, count=0, max_steps=2)
-    trainer.train()
-    assert validation.load_best(trainer) == 2 and result_of(trainer, callback).facts()["best_step"] is None
+            control.should_save = True
+            control.should_training_stop = True
 
 
 @pytest.fixture
@@ -881,6 +1209,21 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lesson
 
 
+def test_a_stop_is_not_validated(tmp_path: Path) -> None:
+    trainer, _ = validated(tmp_path)
+    trainer.add_callback(Stop(3))
+    trainer.train()
+    assert steps_of(trainer) == [0, 2]
+    assert validation.load_best(trainer) == 2
+
+
+def test_no_rows_are_no_validation(tmp_path: Path) -> None:
+    trainer, callback = validated(tmp_path, count=0, max_steps=2)
+    trainer.train()
+    assert validation.load_best(trainer) == 2
+    assert result_of(trainer, callback).facts()["best_step"] is None
+
+
 def start(lesson: Any, steps: int, every: int = 2, held_out: int = 3, **settings: Any) -> Any:
     """Trainer and callback of lesson 03, ready to train; they save and validate every second step."""
     settings = {"save_steps": every, "max_steps": steps, "logging_steps": 1} | settings
@@ -890,6 +1233,18 @@ def start(lesson: Any, steps: int, every: int = 2, held_out: int = 3, **settings
     trainer.add_callback(callback)
     assert callback.prepare(trainer)
     return trainer, callback
+
+
+def train(lesson: Any, steps: int, **settings: Any) -> Any:
+    """The result of lesson 03 with so many steps."""
+    trainer, callback = start(lesson, steps, **settings)
+    return run.train(trainer, callback)
+
+
+def states(lesson: Any) -> set[str]:
+    """The states that the two progress files of a run show."""
+    places = (lesson.scratch, lesson.run.path)
+    return {files.read_json(place / "logs/progress.json")["state"] for place in places}
 
 
 def interrupt_at(callback: Any, step: int) -> None:
@@ -912,49 +1267,65 @@ def interrupt_at(callback: Any, step: int) -> None:
 
 @pytest.mark.slow
 def test_a_training_is_resumed_waits_for_its_disk_and_is_loaded_once_finished(demo: Any, monkeypatch: Any) -> None:
-    saved: list[Any] = []
-    progress = [place / "logs/progress.json" for place in (demo.scratch, demo.run.path)]
-    state = lambda: [files.read_json(file)["state"] for file in progress]  # noqa: E731
     trainer, callback = start(demo, 3)
-    finish = checkpoints.CheckpointSync.finish
-    monkeypatch.setattr(checkpoints.CheckpointSync, "finish", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run.train(trainer, callback)
-    assert state() == ["failed", "failed"]
-    monkeypatch.setattr(checkpoints.CheckpointSync, "finish", finish)
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(checkpoints.CheckpointSync, "finish", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run.train(trainer, callback)
+    assert states(demo) == {"failed"}
+
     first = run.train(trainer, callback)  # the disk is back, and the cell runs again
-    assert (first.facts()["steps"], first.callback.first_step, first.changed[1]) == (3, 0, 0) and first.changed[0] > 0
-    resumed = run.train(*start(demo, 5))
-    assert (resumed.facts()["steps"], resumed.callback.first_step) == (5, 3)
+    assert first.facts()["steps"] == 3
+    assert first.callback.first_step == 0
+    adapter_changes, base_changes = first.changed
+    assert adapter_changes > 0
+    assert base_changes == 0
+
+    resumed = train(demo, 5)
+    assert resumed.facts()["steps"] == 5
+    assert resumed.callback.first_step == 3
     assert [step for step, _ in resumed.history["validation"]] == [0, 2, 3, 4, 5]
-    finished = run.train(*start(demo, 5))
-    assert finished.facts()["train_seconds"] is None and finished.history == resumed.history
-    assert str(resumed.kept_step) in str(finished) and (demo.run.logs / "history.json").exists()
+
+    finished = train(demo, 5)
+    assert finished.facts()["train_seconds"] is None
+    assert finished.history == resumed.history
+    assert str(resumed.kept_step) in str(finished)
+    assert (demo.run.logs / "history.json").exists()
+
+    saved: list[Any] = []
+    tokenizer = SimpleNamespace(save_pretrained=saved.append)
     monkeypatch.setattr(resumed.trainer, "_save", lambda folder, state_dict: saved.append(folder))
-    for result in (resumed, finished):  # the same weights: saved once
-        run.save_adapter(result, SimpleNamespace(save_pretrained=saved.append))
-    assert len(saved) == 2 and files.stamp(demo.run.adapter)["steps"] == resumed.kept_step
+    run.save_adapter(resumed, tokenizer)
+    run.save_adapter(finished, tokenizer)
+    assert len(saved) == 2, "one adapter and one tokenizer: the weights are the same"
+    assert files.stamp(demo.run.adapter)["steps"] == resumed.kept_step
+
     _, callback = start(demo, 9)
     interrupt_at(callback, 7)
-    assert state() == ["stopped", "stopped"]
-    assert not demo.run.adapter.exists() and files.stamp(demo.run.former_adapter), "it is of a shorter training"
-    longer = run.train(*start(demo, 9))
-    assert (longer.facts()["steps"], longer.callback.first_step) == (9, 7) and state() == ["finished", "finished"]
-    next(weight for weight in longer.trainer.model.parameters() if weight.requires_grad).data.add_(1)
-    with refused("The weights of the adapter are no longer those"):  # as by a cell that makes a new adapter
+    assert states(demo) == {"stopped"}
+    assert not demo.run.adapter.exists()
+    assert files.stamp(demo.run.former_adapter), "it is of a shorter training"
+
+    longer = train(demo, 9)
+    assert longer.facts()["steps"] == 9
+    assert longer.callback.first_step == 7
+    assert states(demo) == {"finished"}
+
+    trained = [weight for weight in longer.trainer.model.parameters() if weight.requires_grad]
+    trained[0].data.add_(1)  # as by a cell that makes a new adapter
+    with refused("The weights of the adapter are no longer those"):
         run.save_adapter(longer, None)
 
 
 @pytest.mark.slow
 def test_a_resumed_run_saves_and_logs_as_the_arguments_of_today_say(demo: Any, caplog: Any) -> None:
-    run.train(*start(demo, 4, every=4, logging_steps=4))
+    train(demo, 4, every=4, logging_steps=4)
     transformers = logging.getLogger("transformers")
     transformers.addHandler(caplog.handler)
-    trainer, callback = start(demo, 9, every=4, save_steps=3, logging_steps=5)
-    run.train(trainer, callback)
+    resumed = train(demo, 9, every=4, save_steps=3, logging_steps=5)
     transformers.removeHandler(caplog.handler)
-    assert trainer.diary.saved == [6, 9]
-    assert [step for step, _ in tracking.loss_history(trainer.state.log_history)] == [4, 5, 6, 9]
+    assert resumed.trainer.diary.saved == [6, 9]
+    assert [step for step, _ in resumed.history["train"]] == [4, 5, 6, 9]
     assert "trainer_state.json" not in caplog.text, "it would say that the old ones count"
 
 
@@ -962,21 +1333,25 @@ def test_a_resumed_run_saves_and_logs_as_the_arguments_of_today_say(demo: Any, c
 def test_a_resumed_run_counts_the_time_of_all_sessions(demo: Any) -> None:
     trainer, callback = start(demo, 9, every=4)
     interrupt_at(callback, 3)
-    [entry] = [entry for entry in trainer.state.log_history if entry.get("step") == 3 and "loss" in entry]
-    assert entry["train_seconds"] > 0
+    [last_loss] = [entry for entry in trainer.state.log_history if entry.get("step") == 3 and "loss" in entry]
+    first_seconds = last_loss["train_seconds"]
+    assert first_seconds > 0
+
     trainer, callback = start(demo, 9, every=4)
-    callback.live.price = {"¥": 3600.0}
+    callback.live.price = {"¥": 3600.0}  # an hour: 1 a second
     resumed = run.train(trainer, callback)
-    [began, *_] = checkpoints.look(demo.run.checkpoints)
-    assert began.validation_rows == demo.profile.course.validation_rows > 0
+    second_seconds = resumed.callback.session_seconds
+    kept = checkpoints.look(demo.run.checkpoints)
+    assert kept[0].validation_rows == demo.profile.course.validation_rows
+    assert kept[0].validation_rows > 0
     assert [step for step, _ in resumed.history["validation"]] == [0, 4, 8, 9], "as if it had not been stopped"
+
     facts = resumed.facts()
-    assert facts["train_seconds"] == pytest.approx(entry["train_seconds"] + resumed.callback.session_seconds, abs=0.11)
+    assert facts["train_seconds"] == pytest.approx(first_seconds + second_seconds, abs=0.11)
     assert facts["cost"] == {"¥": pytest.approx(facts["train_seconds"], abs=0.01)}
-    tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry][-1]
-    assert facts["tokens_per_second"] == pytest.approx(tokens / resumed.callback.session_seconds, abs=0.1), (
-        "both of this session"
-    )
+    tokens = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry]
+    of_second_session = pytest.approx(tokens[-1] / second_seconds, abs=0.1)  # the trainer counts them anew
+    assert facts["tokens_per_second"] == of_second_session
 
 
 DAMAGED = {
@@ -988,79 +1363,96 @@ DAMAGED = {
 
 
 def test_a_damaged_state_of_the_trainer_is_told_with_its_file(demo: Any) -> None:
-    run.train(*start(demo, 4))
+    train(demo, 4)
     trainer, callback = start(demo, 6)
     newest = resume.resume_point(demo.run, demo.folders, callback.fingerprint, "auto")
-    good = json.loads((newest / checkpoints.STATE).read_text())
-    for text in DAMAGED.values():
-        (newest / checkpoints.STATE).write_text(text)
+    state_file = newest / checkpoints.STATE
+    state = json.loads(state_file.read_text())
+    for damaged in DAMAGED.values():
+        state_file.write_text(damaged)
         shutil.rmtree(demo.run.checkpoints)
         demo.run.checkpoints.mkdir()
         checkpoints.pack(newest, demo.run.checkpoints, callback.fingerprint)
         with refused("cannot be read", checkpoints.STATE, "RESUME"):
             run.train(trainer, callback)
-    for step in ("x", float("nan"), [1], 99):
-        (newest / checkpoints.STATE).write_text(json.dumps(good | {"global_step": step}))
+
+    for wrong_step in ("x", math.nan, [1], 99):
+        state["global_step"] = wrong_step
+        state_file.write_text(json.dumps(state))
         resume.bring_best(newest, demo.run.checkpoints, callback.fingerprint, [])
-        assert json.loads((newest / checkpoints.STATE).read_text())["global_step"] == 4, "its folder says so"
+        corrected = json.loads(state_file.read_text())
+        assert corrected["global_step"] == 4, "its folder says so"
 
 
 @pytest.mark.slow
 def test_losses_on_other_rows_do_not_compare_and_are_refused(demo: Any) -> None:
-    run.train(*start(demo, 4, held_out=5))
+    train(demo, 4, held_out=5)
     with refused("validated on 5 rows, and would be on 3", "course.validation_rows=5"):
-        run.train(*start(demo, 7, held_out=3))
+        train(demo, 7, held_out=3)
 
 
 @pytest.mark.slow
 def test_stops_do_not_bring_the_early_end_nearer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    losses, checkpoint = {0: 5.0, 2: 3.0, 4: 3.2, 6: 3.4}, None
-    for stop, ended in ((3, False), (5, False), (99, True)):
+    losses = {0: 5.0, 2: 3.0, 4: 3.2, 6: 3.4}
+    monkeypatch.setattr(validation, "token_mean_loss", lambda trainer, rows: losses[trainer.state.global_step])
+    checkpoint = None
+    for stop, ends_early in ((3, False), (5, False), (99, True)):
         trainer, callback = validated(tmp_path, patience=2, max_steps=20)
-        monkeypatch.setattr(validation, "token_mean_loss", lambda trainer, rows: losses[trainer.state.global_step])
         trainer.add_callback(Stop(stop))
         trainer.train(resume_from_checkpoint=checkpoint)
-        assert (
-            validation.load_best(trainer) == 2 and validation.stopped_early(trainer.state, callback.patience) is ended
-        )
+        assert validation.load_best(trainer) == 2
+        assert validation.stopped_early(trainer.state, callback.patience) is ends_early
         checkpoint = str(tmp_path / f"trainer/checkpoint-{trainer.state.global_step}")
-    assert trainer.state.global_step == 6 and steps_of(trainer) == [*losses]
+    assert trainer.state.global_step == 6
+    assert steps_of(trainer) == [*losses]
 
 
 def test_the_best_step_survives_the_machine_or_is_told_to_be_gone(demo: Any, monkeypatch: Any, capsys: Any) -> None:
-    trainer, callback = start(demo, 4)
     losses = iter((5.0, 3.0, 4.0))
     monkeypatch.setattr(validation, "token_mean_loss", lambda *_: next(losses))
-    run.train(trainer, callback)
+    train(demo, 4)
     shutil.rmtree(demo.scratch)  # the machine is gone
     _, callback = start(demo, 6)
     newest = resume.resume_point(demo.run, demo.folders, callback.fingerprint, "auto")
     resume.unlock_run(demo.scratch)
-    assert newest and newest.name == "checkpoint-4" and (newest.parent / "checkpoint-2").is_dir()
-    shutil.rmtree(newest.parent / "checkpoint-2")
+    assert newest is not None
+    assert newest.name == "checkpoint-4"
+    best = newest.parent / "checkpoint-2"
+    assert best.is_dir()
+
+    shutil.rmtree(best)
     resume.bring_best(newest, demo.run.checkpoints, callback.fingerprint, [])
     state = json.loads((newest / "trainer_state.json").read_text())
-    assert state["best_global_step"] is state["best_metric"] is state["best_model_checkpoint"] is None
+    for name in ("best_global_step", "best_metric", "best_model_checkpoint"):
+        assert state[name] is None, name
     assert "the best so far, is gone" in capsys.readouterr().out
 
 
 def test_early_stopping_may_begin_with_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = validated(tmp_path, (5.0, 4.0, 3.0), monkeypatch, max_steps=4)
     first.train()
-    again, _ = validated(tmp_path, (3.1, 3.2), monkeypatch, max_steps=8, patience=2)
-    again.train(resume_from_checkpoint=str(tmp_path / "trainer/checkpoint-4"))
-    assert again.state.global_step == 8 and (tmp_path / "trainer/checkpoint-8/trainer_state.json").exists()
+    resumed, _ = validated(tmp_path, (3.1, 3.2), monkeypatch, max_steps=8, patience=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "trainer/checkpoint-4"))
+    assert resumed.state.global_step == 8
+    assert (tmp_path / "trainer/checkpoint-8/trainer_state.json").exists()
 
 
-def raise_once(owner: Any, name: str, after: bool = False, when: Any = lambda: True, calls: Any = (1,)) -> list[int]:
-    """Let a method run out of memory the first time (or at these calls), before or after it did its work."""
-    method, numbers, raised = getattr(owner, name), count(1), []
+def raise_oom_in(owner: Any, name: str, after: bool = False, when: Any = lambda: True, calls: Any = (1,)) -> list[int]:
+    """Let a method run out of memory at these calls (counted from 1 while `when` holds), before or `after` its work.
+
+    The list that is returned gets the number of each of these calls.
+    """
+    method = getattr(owner, name)
+    numbers = count(1)
+    raised: list[int] = []
 
     def failing(*args: Any, **named: Any) -> Any:
-        now = when() and next(numbers) in calls
-        result = method(*args, **named) if after or not now else None
-        if now:
-            raised.append(1)
+        number = next(numbers) if when() else None
+        result = None
+        if after or number not in calls:
+            result = method(*args, **named)
+        if number in calls:
+            raised.append(number)
             raise torch.OutOfMemoryError(OOM)
         return result
 
@@ -1070,53 +1462,94 @@ def raise_once(owner: Any, name: str, after: bool = False, when: Any = lambda: T
 
 def run_out(trainer: Any, *calls: int) -> None:
     """Raise after these backward passes (counted from 1, over all attempts): their gradients are left behind."""
-    raise_once(trainer.accelerator, "backward", after=True, calls=calls)
+    raise_oom_in(trainer.accelerator, "backward", after=True, calls=calls)
 
 
 def batch_of(trainer: Any) -> tuple[int, int]:
     return trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps
 
 
-@pytest.mark.parametrize(("calls", "steps"), [((1,), [1]), ((7, 8), [4, 4]), ((6, 15), [3, 5])])
+@pytest.mark.parametrize(
+    ("calls", "batch", "changes"),  # the batch it ends with; (step, micro-batch before) of each change
+    [
+        ([1], (2, 4), [(1, 4)]),
+        ([7, 8], (1, 8), [(4, 4), (4, 2)]),
+        ([6, 15], (1, 8), [(3, 4), (5, 2)]),
+    ],
+    ids=["first pass", "twice in a step", "in two steps"],
+)
 @pytest.mark.slow
-def test_a_training_goes_on_from_its_last_step(tmp_path: Path, whole: Any, calls: Any, steps: Any) -> None:
-    reached = (1, 8) if len(calls) > 1 else (2, 4)
-    trainer, lesson, taken = build(tmp_path, save_steps=3), lesson_in(tmp_path), []
+def test_a_training_goes_on_from_its_last_step(
+    tmp_path: Path, whole: Any, calls: list[int], batch: tuple[int, int], changes: list[tuple[int, int]]
+) -> None:
+    trainer = build(tmp_path, save_steps=3)
+    lesson = lesson_in(tmp_path)
+    taken: list[str] = []
     sync: Any = SimpleNamespace(messages=list, take=lambda folder: taken.append(folder.name), seconds=1.0)
     trainer.add_callback(course_callback(tmp_path, sync, trainer))
     run_out(trainer, *calls)
     oom.train_within_memory(trainer, lesson.run.path, None)
+
     assert_same(trainer, whole)
-    assert batch_of(trainer) == reached and trainer._train_batch_size == reached[0]
-    changes = [
-        (change["step"], change["from"]["per_device_train_batch_size"]) for change in oom.oom_changes(lesson.run.path)
-    ]
-    assert changes == [*zip(steps, (4, 2), strict=False)]
+    assert batch_of(trainer) == batch
+    assert trainer._train_batch_size == batch[0]
+    noted = []
+    for change in oom.oom_changes(lesson.run.path):
+        noted.append((change["step"], change["from"]["per_device_train_batch_size"]))
+    assert noted == changes
     assert taken == ["checkpoint-3", "checkpoint-6", "checkpoint-7"]
     with refused("This trainer has trained before, and would mix two"):
         run.train(trainer, course_callback(tmp_path))
 
 
-@pytest.mark.parametrize("where", ["first update", "saving", "validation", "loading", "last step"])
-def test_no_step_is_lost_wherever_memory_runs_out(tmp_path: Path, monkeypatch: Any, whole: Any, where: str) -> None:
-    trainer, checkpoint, callback = build(tmp_path, save_steps=3), None, TrainerCallback()
-    if where == "first update":
-        monkeypatch.setattr(torch.optim.AdamW, "step", torch.optim.AdamW.step)  # restored afterwards
-        raised = raise_once(torch.optim.AdamW, "step", after=True)
-    elif where == "saving":
-        raised = raise_once(trainer, "_save_optimizer_and_scheduler")
-    elif where == "validation":
-        trainer = build(tmp_path, rows(count=5), save_steps=3, load_best_model_at_end=False)
-        raised = raise_once(trainer, "evaluate", when=lambda: trainer.state.global_step == 3)
-    elif where == "loading":
-        raised, checkpoint = raise_once(trainer, "_load_from_checkpoint"), Path(whole.args.output_dir) / "checkpoint-6"
-    else:
-        raised = raise_once(callback, "on_step_end", when=lambda: trainer.state.global_step == STEPS)
-    trainer.add_callback(callback)
-    oom.train_within_memory(trainer, tmp_path, checkpoint)
-    assert raised and batch_of(trainer) == ((4, 2) if where == "last step" else (2, 4))
+def assert_finished(trainer: Any, whole: Any, batch: tuple[int, int], since: int = 0) -> None:
+    """It is the training nothing happened to, with its last checkpoint and this batch."""
+    assert_same(trainer, whole, since)
+    assert batch_of(trainer) == batch
     assert (Path(trainer.args.output_dir) / f"checkpoint-{STEPS}").exists()
-    assert_same(trainer, whole, since=6 if checkpoint else 0)
+
+
+def test_no_step_is_lost_if_the_first_update_runs_out(tmp_path: Path, monkeypatch: Any, whole: Any) -> None:
+    trainer = build(tmp_path, save_steps=3)
+    monkeypatch.setattr(torch.optim.AdamW, "step", torch.optim.AdamW.step)  # restored afterwards
+    raised = raise_oom_in(torch.optim.AdamW, "step", after=True)
+    oom.train_within_memory(trainer, tmp_path, None)
+    assert raised
+    assert_finished(trainer, whole, batch=(2, 4))
+
+
+def test_no_step_is_lost_if_saving_runs_out(tmp_path: Path, whole: Any) -> None:
+    trainer = build(tmp_path, save_steps=3)
+    raised = raise_oom_in(trainer, "_save_optimizer_and_scheduler")
+    oom.train_within_memory(trainer, tmp_path, None)
+    assert raised
+    assert_finished(trainer, whole, batch=(2, 4))
+
+
+def test_no_step_is_lost_if_validation_runs_out(tmp_path: Path, whole: Any) -> None:
+    trainer = build(tmp_path, rows(count=5), save_steps=3, load_best_model_at_end=False)
+    raised = raise_oom_in(trainer, "evaluate", when=lambda: trainer.state.global_step == 3)
+    oom.train_within_memory(trainer, tmp_path, None)
+    assert raised
+    assert_finished(trainer, whole, batch=(2, 4))
+
+
+def test_no_step_is_lost_if_loading_a_checkpoint_runs_out(tmp_path: Path, whole: Any) -> None:
+    trainer = build(tmp_path, save_steps=3)
+    raised = raise_oom_in(trainer, "_load_from_checkpoint")
+    oom.train_within_memory(trainer, tmp_path, Path(whole.args.output_dir) / "checkpoint-6")
+    assert raised
+    assert_finished(trainer, whole, batch=(2, 4), since=6)
+
+
+def test_no_step_is_lost_if_the_last_step_runs_out(tmp_path: Path, whole: Any) -> None:
+    trainer = build(tmp_path, save_steps=3)
+    callback = TrainerCallback()
+    raised = raise_oom_in(callback, "on_step_end", when=lambda: trainer.state.global_step == STEPS)
+    trainer.add_callback(callback)
+    oom.train_within_memory(trainer, tmp_path, None)
+    assert raised
+    assert_finished(trainer, whole, batch=(4, 2))
 
 
 @pytest.mark.slow
@@ -1126,56 +1559,89 @@ def test_gradient_checkpointing_is_turned_on_and_then_nothing_is_left(tmp_path: 
     oom.train_within_memory(trainer, tmp_path, None)
     assert trainer.model.base_model.model.model.layers[0].gradient_checkpointing
     assert_same(trainer, whole)
+
     trainer = build(tmp_path / "again", per_device_train_batch_size=1)
     run_out(trainer, *range(6, 100))
     with refused("Out of memory at step 3 with"):
         oom.train_within_memory(trainer, tmp_path, None)
 
 
-def test_what_cannot_go_on_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, callback, lesson = build(tmp_path / "a"), TrainerCallback(), lesson_in(tmp_path / "a")
-    raise_once(callback, "on_optimizer_step", when=lambda: trainer.state.global_step == 3)
+def test_a_later_update_that_broke_off_ends_the_training(tmp_path: Path) -> None:
+    trainer = build(tmp_path)
+    callback = TrainerCallback()
+    raise_oom_in(callback, "on_optimizer_step", when=lambda: trainer.state.global_step == 3)
     trainer.add_callback(callback)
-    with refused("Out of memory at step 4 with"):  # a later update broke off
-        oom.train_within_memory(trainer, lesson.run.path, None)
-    trainer, lesson = build(tmp_path), lesson_in(tmp_path)
-    problem = ValueError("CUDA out of memory")
-    trainer.compute_loss = lambda *_, **__: (_ for _ in ()).throw(problem)
+    with refused("Out of memory at step 4 with"):
+        oom.train_within_memory(trainer, tmp_path, None)
+
+
+def test_other_errors_and_running_out_in_one_of_several_processes_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = build(tmp_path)
+
+    def other_error(*_: Any, **__: Any) -> None:
+        raise ValueError("CUDA out of memory")
+
+    trainer.compute_loss = other_error
     with pytest.raises(ValueError, match="CUDA"):
-        oom.train_within_memory(trainer, lesson.run.path, None)
-    assert batch_of(trainer) == (4, 2) and oom.oom_changes(lesson.run.path) == []
-    raise_once(trainer, "train")
+        oom.train_within_memory(trainer, tmp_path, None)
+    assert batch_of(trainer) == (4, 2)
+    assert oom.oom_changes(tmp_path) == []
+
+    raise_oom_in(trainer, "train")
     monkeypatch.setenv("LOCAL_RANK", "0")  # one of several processes
     with refused("Out of memory at step 1 with"):
-        oom.train_within_memory(trainer, lesson.run.path, None)
-
-
-def test_what_counts_as_out_of_memory() -> None:
-    texts = [OOM, "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"]
-    texts += ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
-    for problem in (*map(RuntimeError, texts), torch.OutOfMemoryError("anything")):
-        assert hardware.out_of_memory(problem), problem
-    for problem in (RuntimeError("CUDA error: an illegal memory access was encountered"), MemoryError("out of memory")):
-        assert not hardware.out_of_memory(problem), problem
-
-
-OFF, ON, OFFLOAD = (False, False), (True, False), (True, True)  # gradient_checkpointing, activation_offloading
+        oom.train_within_memory(trainer, tmp_path, None)
 
 
 @pytest.mark.parametrize(
-    ("start", "offload", "expected"),
+    ("problem", "expected"),
     [
-        ((6, 2, *OFF), True, [(3, 4, *OFF), (1, 12, *OFF), (1, 12, *ON), (1, 12, *OFFLOAD)]),
-        ((5, 1, *ON), True, [(1, 5, *ON), (1, 5, *OFFLOAD)]),
-        ((1, 8, *ON), False, []),
+        (RuntimeError(OOM), True),
+        (RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (torch.OutOfMemoryError("anything"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (MemoryError("out of memory"), False),
     ],
+    ids=["PyTorch's", "CUDA's", "cuBLAS's", "by type", "another error of CUDA", "of the machine"],
 )
-def test_settings_get_smaller_in_order_and_the_batch_stays(start: Any, offload: bool, expected: Any) -> None:
-    settings, seen = StepSettings(*start), []
-    while (smaller := settings.smaller(offload)) is not None:
-        settings = smaller
-        seen.append(astuple(settings))
-    assert seen == expected
+def test_what_counts_as_out_of_memory(problem: Exception, expected: bool) -> None:
+    assert hardware.out_of_memory(problem) is expected
+
+
+def smaller_settings(settings: StepSettings, offload: bool) -> list[StepSettings]:
+    """All smaller settings, in the order in which they are tried."""
+    tried = []
+    smaller = settings.smaller(offload)
+    while smaller is not None:
+        tried.append(smaller)
+        smaller = smaller.smaller(offload)
+    return tried
+
+
+def test_settings_get_smaller_in_order_and_the_batch_stays() -> None:
+    start = StepSettings(6, 2, gradient_checkpointing=False, activation_offloading=False)
+    assert smaller_settings(start, offload=True) == [
+        StepSettings(3, 4, gradient_checkpointing=False, activation_offloading=False),
+        StepSettings(1, 12, gradient_checkpointing=False, activation_offloading=False),
+        StepSettings(1, 12, gradient_checkpointing=True, activation_offloading=False),
+        StepSettings(1, 12, gradient_checkpointing=True, activation_offloading=True),
+    ]
+
+
+def test_a_micro_batch_that_is_prime_becomes_a_single_row() -> None:
+    start = StepSettings(5, 1, gradient_checkpointing=True, activation_offloading=False)
+    assert smaller_settings(start, offload=True) == [
+        StepSettings(1, 5, gradient_checkpointing=True, activation_offloading=False),
+        StepSettings(1, 5, gradient_checkpointing=True, activation_offloading=True),
+    ]
+
+
+def test_without_offloading_a_recomputed_single_row_is_the_smallest() -> None:
+    start = StepSettings(1, 8, gradient_checkpointing=True, activation_offloading=False)
+    assert smaller_settings(start, offload=False) == []
 
 
 @pytest.mark.slow
@@ -1185,19 +1651,23 @@ def test_the_loss_scale_of_float16_goes_on(tmp_path: Path) -> None:
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
             if state.global_step == 0:
-                next(weight for weight in model.parameters() if weight.requires_grad).grad.fill_(float("inf"))
+                trained = [weight for weight in model.parameters() if weight.requires_grad]
+                trained[0].grad.fill_(math.inf)
 
-    trainers = []
-    for name in ("undisturbed", "disturbed"):
-        trainer = build(tmp_path / name, max_grad_norm=0.0, learning_rate=1e-3, optim="adamw_torch")
+    def build_with_scale(folder: Path) -> Any:
+        trainer = build(folder, max_grad_norm=0.0, learning_rate=1e-3, optim="adamw_torch")
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
         trainer.add_callback(Overflow())
-        trainers.append(trainer)
-    undisturbed, trainer = trainers
+        return trainer
+
+    undisturbed = build_with_scale(tmp_path / "undisturbed")
     undisturbed.train()
+    trainer = build_with_scale(tmp_path / "disturbed")
     run_out(trainer, 6)
     oom.train_within_memory(trainer, tmp_path, None)
+
     scale = undisturbed.accelerator.scaler.state_dict()
-    assert trainer.accelerator.scaler.state_dict() == scale and scale["scale"] == 1024 / 2 * 2**3
+    assert scale["scale"] == 1024 / 2 * 2**3  # halved by the overflow, doubled after every 2 of the other 6 steps
+    assert trainer.accelerator.scaler.state_dict() == scale
     assert batch_of(trainer) == (2, 4)
     assert_same(trainer, undisturbed)
