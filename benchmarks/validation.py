@@ -36,7 +36,7 @@ def main(out: Path) -> None:
         seconds.append(time.perf_counter() - started)
         return metrics
 
-    TokenMean.evaluate = timed  # type: ignore[method-assign]
+    TokenMean.evaluate = timed  # type: ignore[method-assign, assignment]
     lesson = runpy.run_path(str(files.NOTEBOOKS / f"{STEM}.py"), run_name="__main__")["lesson"]
     trained = files.read_json(lesson.run.facts)["lessons"][STEM]
     rows = trained["settings"]["course.validation_rows"]

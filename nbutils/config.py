@@ -40,47 +40,10 @@ CLASSES = {  # whose keyword arguments a block holds: any of them may be added t
     "lora": "peft.LoraConfig", "quantization": "transformers.BitsAndBytesConfig", "sft": "trl.SFTConfig",
     "vllm": "vllm serve",
 }  # fmt: skip
-VLLM_FLAGS = (  # by name: vLLM is installed in an environment of its own, so its class cannot be asked here
-    "async_scheduling", "attention_backend", "block_size", "chat_template", "compilation_config", "cpu_offload_gb",
-    "data_parallel_size", "dtype", "enable_auto_tool_choice", "enable_chunked_prefill", "enable_expert_parallel",
-    "enable_prefix_caching", "enforce_eager", "generation_config", "kv_cache_dtype", "load_format",
-    "max_num_batched_tokens", "override_generation_config", "pipeline_parallel_size", "port", "quantization",
-    "reasoning_parser", "seed", "speculative_config", "tensor_parallel_size", "tool_call_parser",
-)  # fmt: skip
-DECIDES = {  # keyword arguments that the lessons give, by what decides them
-    "from_pretrained.dtype": (
-        "sft.bf16", "sft.fp16", "quantization.bnb_4bit_compute_dtype", "quantization.bnb_4bit_quant_storage",
-        "vllm.dtype",
-    ),
-    "SEED": ("sft.seed", "sft.data_seed"),
-    "RUN_NAME": ("sft.output_dir", "sft.run_name"),
-    "sft.packing": ("sft.padding_free", "sft.eval_packing", "sft.packing_strategy"),
-    "sft.save_steps": ("sft.save_strategy", "sft.eval_strategy", "sft.eval_steps", "sft.save_only_model"),
-    "course.validation_rows": ("sft.eval_on_start",),
-    "sft.load_best_model_at_end": ("sft.metric_for_best_model", "sft.greater_is_better"),
-    "PROFILE": ("sft.use_cpu", "sft.dataloader_pin_memory", "sft.disable_tqdm"),
-    "configs/accelerate": ("sft.ddp_find_unused_parameters", "sft.fsdp", "sft.deepspeed"),
-    "sft.logging_steps": ("sft.logging_nan_inf_filter", "sft.logging_strategy"),
-    "PUSH_TO": ("sft.push_to_hub", "sft.hub_token", "sft.hub_model_id"),
-    "RESUME": ("sft.resume_from_checkpoint", "sft.ignore_data_skip", "sft.restore_callback_states_from_checkpoint"),
-    "sft.per_device_train_batch_size": ("sft.per_device_eval_batch_size", "sft.auto_find_batch_size"),
-    "from_pretrained": ("sft.model_init_kwargs",),
-    "MODEL": ("sft.chat_template_path", "sft.eos_token", "sft.pad_token", "lora.task_type"),
-    "method": ("lora.peft_type", "lora.inference_mode", "lora.runtime_config", "quantization.load_in_8bit"),
-    "PORT": ("vllm.port",),
-    "chat.training_dataset": (
-        "sft.assistant_only_loss", "sft.completion_only_loss", "sft.dataset_text_field", "sft.dataset_kwargs",
-        "sft.dataset_num_proc", "sft.truncation_mode", "sft.remove_unused_columns", "sft.label_names",
-    ),
-}  # fmt: skip
-SET_ELSEWHERE = {name: decider for decider, names in DECIDES.items() for name in names}
-BASE_KEEPING_INITS = ("true", "false", "gaussian", "eva", "orthogonal", "mica")  # PiSSA, OLoRA, LoftQ change the base
-# settings of an adapter that is more than W + scale * B @ A: lesson 04 could not merge it
-UNMERGEABLE = (
-    "arrow_config", "use_bdlora", "alora_invocation_tokens", "velora_config", "monteclora_config", "kasa_config",
-    "use_qalora", "lora_bias", "layer_replication", "target_parameters", "megatron_config", "trainable_token_indices",
-    "fan_in_fan_out", "rank_pattern", "alpha_pattern",
-)  # fmt: skip
+ARGUMENTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("arguments.yaml").read_text(encoding="utf-8"))
+SET_ELSEWHERE = {name: decider for decider, names in ARGUMENTS["decided_by"].items() for name in names}
+UNMERGEABLE: list[str] = ARGUMENTS["unmergeable"]
+BASE_KEEPING_INITS: list[str] = ARGUMENTS["base_keeping_inits"]
 
 
 class Strict(BaseModel):
@@ -252,7 +215,7 @@ def _unmet(error: ErrorDetails) -> str:
 def arguments_of(owner: str) -> list[str]:
     """The keyword arguments of a class, by its dotted name; none where its library is not installed."""
     if owner == CLASSES["vllm"]:
-        return [*Vllm.model_fields, *VLLM_FLAGS]
+        return [*Vllm.model_fields, *ARGUMENTS["vllm_serve"]]
     try:
         return list(inspect.signature(resolve_name(owner)).parameters)
     except ImportError:

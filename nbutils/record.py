@@ -110,9 +110,11 @@ class RunFacts(Recorded):
     by_auto: bool = False
     set: Facts = {}
     lessons: dict[str, Facts] = {}
-    checked: CheckedRows = Field(CheckedRows(), validation_alias=AliasPath("lessons", "02_data_prep"))
-    trained: TrainingFacts = Field(TrainingFacts(), validation_alias=AliasPath("lessons", "03_qlora"))
-    evaluation: Evaluation = Field(Evaluation(), validation_alias=AliasPath("lessons", "04_merge", "evaluation"))
+    checked: CheckedRows = Field(default=CheckedRows(), validation_alias=AliasPath("lessons", "02_data_prep"))
+    trained: TrainingFacts = Field(default=TrainingFacts(), validation_alias=AliasPath("lessons", "03_qlora"))
+    evaluation: Evaluation = Field(
+        default=Evaluation(), validation_alias=AliasPath("lessons", "04_merge", "evaluation")
+    )
 
 
 class RunFolder:

@@ -30,8 +30,6 @@ from nbutils.masking import mask_secrets
 from nbutils.plan import gpus
 from nbutils.record import reading
 
-YUAN = ("autodl", "pai_dsw", "modelscope", "featurize", "gpushare", "matpool")
-NO_RENT = ("colab", "kaggle", "studio_lab")  # free, or paid in units without a price per hour
 SHORTEST, LONGEST = 5.0, 300.0  # seconds between two lines, which become rarer
 SILENT = 600.0  # seconds without an update after which a training on another machine is taken for dead
 PROGRESS = "progress.json"  # in the logs, written every SHORTEST seconds
@@ -181,7 +179,7 @@ def read_history(path: Path, key: str = "") -> Log:
     return log
 
 
-def best_of(validation: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
+def best_of(validation: Curve) -> tuple[int, float] | None:
     """The step with the lowest finite loss."""
     finite = [point for point in validation if math.isfinite(point[1])]
     return min(finite, key=lambda point: point[1], default=None)
@@ -252,15 +250,11 @@ class Progress(BaseModel):
         return parts
 
 
-def rent(gpu: hardware.GPU | None, platform: str) -> dict[str, float]:
+def rent(gpu: hardware.GPU | None, platform: platforms.Platform) -> dict[str, float]:
     """The price of an hour by currency, as `plan` knows it; empty where it is free or not known."""
     price = gpus.hourly_price(gpu)
-    prices = {"¥": price.yuan, "$": price.dollars}
-    if platform in YUAN:
-        del prices["$"]
-    elif platform != "local":
-        del prices["¥"]
-    return {sign: hourly for sign, hourly in prices.items() if hourly and platform not in NO_RENT}
+    hourly = {"¥": price.yuan, "$": price.dollars}
+    return {sign: amount for sign, amount in hourly.items() if amount and sign in platform.entry.currency}
 
 
 class LiveNumbers:
@@ -272,7 +266,7 @@ class LiveNumbers:
     def __init__(self, logs: Path, kept_logs: Path) -> None:
         self.file = logs / PROGRESS
         self.kept_file = kept_logs / PROGRESS
-        self.price = rent(hardware.gpu(), platforms.detect().name)
+        self.price = rent(hardware.gpu(), platforms.detect())
         self.output = display.LiveOutput()
         self.watched = display.watched()
         self.notes: deque[str] = deque(maxlen=3)  # the newest lines below the numbers of the panel

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
+import yaml
 from pydantic import AliasChoices, BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 from typing_extensions import NotRequired, TypedDict
@@ -24,30 +26,9 @@ from nbutils.errors import CourseError
 from nbutils.language import tr
 
 PARTS = {"user", "assistant", "system", "reasoning", "messages", "tools"}
-SHAPES = (  # as COLUMNS has them; of columns joined by + only the first must be there
-    "messages=messages", "messages=conversations", "messages=conversation",
-    "user=instruction+input, assistant=output", "user=instruction+context+input, assistant=response",
-    "user=prompt, assistant=completion", "user=prompt, assistant=response",
-    "user=question+context+input, assistant=answer", "user=question, assistant=response",
-    "user=query, assistant=response", "user=query, assistant=answer", "user=user, assistant=assistant",
-    "user=problem, assistant=solution", "user=input, assistant=output", "user=input, assistant=content",
-    "user=指令+输入, assistant=输出", "user=问题, assistant=答案", "user=问题, assistant=回答",
-    "user=問題, assistant=答案", "user=問題, assistant=回答", "user=提问, assistant=回答",
-    "user=用户, assistant=助手", "user=输入, assistant=输出", "user=q, assistant=a", "user=问, assistant=答",
-)  # fmt: skip
-OPTIONAL = {  # parts that a row may have beside these, by the names of their columns
-    "system": ("system", "system_prompt", "系统", "系统提示"),
-    "tools": ("tools", "工具"),
-    "reasoning": ("reasoning_content", "complex_cot", "思考过程"),
-    "history": ("history", "历史"),
-    "unsupported": ("images", "image", "videos", "video", "audios", "audio"),
-}
+TABLE = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
 WIDE_SIGNS = str.maketrans("，；＝＋\n;", ",,=+,,")
-ALIASES = {
-    "human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "developer": "system",
-    "function": "tool", "observation": "tool", "tool_response": "tool", "ipython": "tool", "用户": "user",
-    "助手": "assistant", "系统": "system",
-}  # fmt: skip
+ROLES = {name: role for role, names in TABLE["roles"].items() for name in names}
 EXTRAS = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}  # what chat templates read beside the text
 FOLLOWS = {
     "system": ("user",),
@@ -114,7 +95,7 @@ def _from_json(value: Any) -> Any:
 
 def _role(name: Any) -> str:
     lower = str(name).strip().lower()
-    return ALIASES.get(lower, lower)
+    return ROLES.get(lower, lower)
 
 
 class Function(TypedDict):
@@ -195,7 +176,7 @@ def layout_of(columns: Columns, mapping: str = "") -> Parts:
         return _present(parts, known)
     complete = []
     partly = []  # what the shapes lack of which a part is there
-    for shape in map(parse_mapping, SHAPES):
+    for shape in map(parse_mapping, TABLE["shapes"]):
         needed = [joined[0] for joined in shape.values()]
         absent = [column for column in needed if column not in known]
         if not absent:
@@ -209,7 +190,7 @@ def layout_of(columns: Columns, mapping: str = "") -> Parts:
     used = set(_columns_of(complete[0]))
     if not all(used.issuperset(_columns_of(parts)) for parts in complete):
         raise InvalidRow(Problem("ambiguous_columns", tr("the columns"), names))
-    return complete[0] | _present(OPTIONAL, known)
+    return complete[0] | _present(TABLE["optional"], known)
 
 
 def _normalized(column: object) -> str:

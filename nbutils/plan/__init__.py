@@ -21,6 +21,7 @@ from nbutils.plan.gpus import GPUSpec
 from nbutils.plan.recipe import Choices, apply
 
 RENTED = "RTX 4090"  # the usual rented GPU
+Facts = dict[str, Any]  # of a forecast, for a table or a program
 OPTIONS = {  # of the command line, which are values of a profile
     "method": "method",
     "rank": "lora.r",
@@ -79,7 +80,7 @@ def _sizes(parts: Mapping[str, float]) -> str:
     return joined([f"{sum(parts.values()):.1f} GiB", joined(sizes)], ":")
 
 
-def fits_table(names: Sequence[str], **options: Any) -> list[dict[str, Any]]:
+def fits_table(names: Sequence[str], **options: Any) -> list[Facts]:
     """For these GPUs: what PROFILE auto trains there, how, how fast, and for what price.
 
     Example: `plan.fits_table(["T4", "RTX 4090"], rows=10_000, mean_length=300)`
@@ -92,7 +93,7 @@ def command(rows: int, mean_length: float) -> str:
     return f"python -m nbutils plan --rows {rows} --mean-length {mean_length:.0f}"
 
 
-def _table_row(forecast: Forecast) -> dict[str, Any]:
+def _table_row(forecast: Forecast) -> Facts:
     gpu = forecast.gpu
     recipe = forecast.recipe
     return {
@@ -112,7 +113,7 @@ def answer(
     tflops: float | None = None,
     capability: float | None = None,
     **options: Any,
-) -> tuple[dict[str, Any], str]:
+) -> tuple[Facts, str]:
     """The same answer for programs and for people: one forecast, or a table where there is no GPU and none is named.
 
     Example: `facts, text = plan.answer(gpu="RTX 4090", model="Qwen2.5-14B", length=1024)`

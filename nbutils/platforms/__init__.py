@@ -48,6 +48,7 @@ class Entry(Strict):
     inputs: str = ""
     hours: float = 0.0
     limits: str = ""
+    currency: Literal["", "$", "¥", "¥$"] = "$"
     cache: Literal["", "work", "scratch"] = ""
     china: bool = False
     gpu_todo: str = "start a machine with a GPU"

@@ -39,6 +39,8 @@ KNOWN_MLPS = ("Qwen2MLP", "Qwen3MLP", "LlamaMLP", "MistralMLP")  # exactly down(
 # Layers that end with `residual + mlp(...)`: recomputing them does not need the last product.
 ENDS_WITH_MLP = ("Qwen2DecoderLayer", "Qwen3DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer")
 Checksums = dict[str, tuple[bool, int]]  # by name: whether a weight is trained, and its checksum
+Batch = dict[str, Any]
+Collator = Callable[..., Batch]
 _signature = cache(inspect.signature)
 
 
@@ -109,10 +111,10 @@ def boundaries(position_ids: Tensor) -> tuple[Tensor, int]:
     return edges, int(longest)
 
 
-def with_boundaries(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def with_boundaries(collate: Collator) -> Collator:
     """A collator that adds the boundaries on the CPU: computing them on the GPU would stall it in each layer."""
 
-    def collate_with_boundaries(rows: Any) -> dict[str, Any]:
+    def collate_with_boundaries(rows: Any) -> Batch:
         batch = collate(rows)
         if "position_ids" in batch:
             edges, longest = boundaries(batch["position_ids"])
