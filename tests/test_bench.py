@@ -455,7 +455,9 @@ def test_a_served_model_is_compared_with_lesson_04(course_run: Path, tmp_path: P
 @pytest.mark.parametrize("words", ["", "--url x --concurrency 1,no", "--model . --rivals fast"])
 def test_wrong_words_are_refused(words: str) -> None:
     ran = invoke("bench-serve", *words.split())
-    assert ran.exit_code == 1 and "To do:" in ran.stderr and "Traceback" not in ran.output
+    assert ran.exit_code == 1
+    assert "To do:" in ran.stderr
+    assert "Traceback" not in ran.output
 
 
 ESTIMATE = {"mean": 0.912, "low": 0.85, "high": 0.95}

@@ -49,7 +49,9 @@ def keys(value: Any) -> Any:
 def missing(promised: Any, there: Any, place: str = "") -> list[str]:
     """What was promised and is not there."""
     if is_list_of_dicts(promised):
-        first_entry = there[0] if isinstance(there, list) and there else {}
+        first_entry = {}
+        if isinstance(there, list) and there:
+            first_entry = there[0]
         return missing(promised[0], first_entry, place)
     gone = []
     if isinstance(promised, list):
@@ -67,7 +69,8 @@ def missing(promised: Any, there: Any, place: str = "") -> list[str]:
 
 def keys_printed_by(words: str) -> Any:
     """The keys of what a command prints with --json."""
-    ran = python("-m", "nbutils", *words.split(), "--json", home=Path(tempfile.mkdtemp()), ok=None)
+    home = Path(tempfile.mkdtemp())
+    ran = python("-m", "nbutils", *words.split(), "--json", home=home, ok=None)
     return keys(json.loads(ran.stdout))
 
 

@@ -92,7 +92,8 @@ def test_who_holds_gpu_memory_is_shown_by_the_driver(monkeypatch: Patch) -> None
     freed: list[bool] = []
     monkeypatch.setattr(hardware, "free_memory", lambda: freed.append(True))
     monkeypatch.setattr(hardware, "ask_driver", lambda *words: "1234  C  python  8192MiB")
-    assert "8192MiB" in serving.free_gpu_memory() and freed
+    assert "8192MiB" in serving.free_gpu_memory()
+    assert freed
 
 
 @pytest.mark.parametrize(("driver", "python"), [("470.1", "3.12.1"), ("580.1", "3.9.1")])
@@ -266,7 +267,8 @@ class Answers(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if asked["model"] == "nobody":
             return self.send_error(404)
-        whole, choice = {"id": "1", "created": 1, "model": "tiny"}, {"index": 0, "finish_reason": "stop"}
+        whole = {"id": "1", "created": 1, "model": "tiny"}
+        choice = {"index": 0, "finish_reason": "stop"}
         text = asked["messages"][-1]["content"]
         time.sleep(0.05 if text.endswith("0") else 0)
         choice |= {"message": {"role": "assistant", "content": text.upper()}}
