@@ -16,50 +16,68 @@ from support import python
 
 from nbutils import cli, files, lesson
 
-FROZEN = json.loads((Path(__file__).with_name("contracts.json")).read_text(encoding="utf-8"))
+CONTRACTS = Path(__file__).with_name("contracts.json")
+FROZEN = json.loads(CONTRACTS.read_text(encoding="utf-8"))
 
 
 def commands(group: click.Group = cli.app, prefix: str = "") -> dict[str, list[str]]:
     """Every command with its arguments and options."""
-    found: dict[str, list[str]] = {}
+    words_of: dict[str, list[str]] = {}
     for name, command in group.commands.items():
         if isinstance(command, click.Group):
-            found |= commands(command, f"{prefix}{name} ")
+            words_of |= commands(command, f"{prefix}{name} ")
         else:
-            found[prefix + name] = sorted(max(option.opts, key=len) for option in command.params)
-    return found
+            longest_names = [max(parameter.opts, key=len) for parameter in command.params]
+            words_of[prefix + name] = sorted(longest_names)
+    return words_of
+
+
+def is_list_of_dicts(value: Any) -> bool:
+    """Whether a list begins with a dict."""
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def keys(value: Any) -> Any:
     """The keys of nested dicts; of a list, those of its first entry."""
     if isinstance(value, dict):
         return {name: keys(inner) for name, inner in sorted(value.items())}
-    return [keys(value[0])] if isinstance(value, list) and value and isinstance(value[0], dict) else None
+    if is_list_of_dicts(value):
+        return [keys(value[0])]
+    return None
 
 
 def missing(promised: Any, there: Any, place: str = "") -> list[str]:
     """What was promised and is not there."""
-    if isinstance(promised, list) and promised and isinstance(promised[0], dict):
-        return missing(promised[0], there[0] if isinstance(there, list) and there else {}, place)
-    if isinstance(promised, list):
-        return [f"{place}: {name}" for name in promised if name not in (there or ())]
+    if is_list_of_dicts(promised):
+        first_entry = {}
+        if isinstance(there, list) and there:
+            first_entry = there[0]
+        return missing(promised[0], first_entry, place)
     gone = []
+    if isinstance(promised, list):
+        for name in promised:
+            if name not in (there or ()):
+                gone.append(f"{place}: {name}")
+        return gone
     for name, inner in (promised or {}).items():
-        if not isinstance(there, dict) or name not in there:
-            gone.append(f"{place}.{name}")
-        else:
+        if isinstance(there, dict) and name in there:
             gone += missing(inner, there[name], f"{place}.{name}")
+        else:
+            gone.append(f"{place}.{name}")
     return gone
 
 
-def json_of(words: str) -> Any:
+def keys_printed_by(words: str) -> Any:
     """The keys of what a command prints with --json."""
-    ran = python("-m", "nbutils", *words.split(), "--json", home=Path(tempfile.mkdtemp()), ok=None)
+    home = Path(tempfile.mkdtemp())
+    ran = python("-m", "nbutils", *words.split(), "--json", home=home, ok=None)
     return keys(json.loads(ran.stdout))
 
 
 def lesson_parameters() -> dict[str, list[str]]:
-    return {file.stem: sorted(lesson.declared_in(file)) for file in sorted(files.NOTEBOOKS.glob("[0-9]*.py"))}
+    """The parameters of each lesson."""
+    lessons = sorted(files.NOTEBOOKS.glob("[0-9]*.py"))
+    return {file.stem: sorted(lesson.declared_in(file)) for file in lessons}
 
 
 def test_commands_and_options() -> None:
@@ -72,7 +90,7 @@ def test_parameters_of_the_lessons() -> None:
 
 @pytest.mark.parametrize("words", FROZEN["json"], ids=lambda words: words.split()[0])
 def test_json_keys(words: str) -> None:
-    assert missing(FROZEN["json"][words], json_of(words)) == []
+    assert missing(FROZEN["json"][words], keys_printed_by(words)) == []
 
 
 @pytest.mark.parametrize("path", FROZEN["imports"])

