@@ -28,20 +28,34 @@ from nbutils.data.texts import find_private, mask
 from nbutils.evaluation.scores import paired_share_difference
 from nbutils.files import SAMPLES
 
-_M = "messages"
 BROKEN = {  # line of broken_rows.jsonl -> (kind, field)
-    2: ("malformed_json", "character 113"), 3: ("malformed_json", "character 2"), 4: ("wrong_type", "the row"),
-    5: ("unknown_columns", "the columns"), 6: ("missing_field", "output"), 7: ("empty", "answer"),
-    8: ("wrong_type", "答案"), 9: ("empty", f"{_M}[1]"), 10: ("wrong_type", _M),
-    11: ("missing_field", f"{_M}[0].content"), 12: ("unknown_role", "conversations[0].from"),
-    13: ("role_order", f"{_M}[0]"), 14: ("role_order", f"{_M}[1]"), 15: ("no_assistant", f"{_M}[0]"),
-    16: ("no_assistant", f"{_M}[2]"), 17: ("template_marker", "prompt"), 18: ("template_marker", "answer"),
-    19: ("control_character", "answer"), 20: ("mojibake", "答案"),
-    21: ("ambiguous_columns", "the columns"), 22: ("unknown_columns", "the columns"),
-    23: ("mojibake", "answer"), 24: ("role_order", f"{_M}[1]"),
-    25: ("missing_field", f"{_M}[1].tool_calls[0].function.name"),
-    26: ("malformed_json", f"{_M}[1].tool_calls[0].function.arguments"), 27: ("unsupported_field", "images"),
-}  # fmt: skip
+    2: ("malformed_json", "character 113"),
+    3: ("malformed_json", "character 2"),
+    4: ("wrong_type", "the row"),
+    5: ("unknown_columns", "the columns"),
+    6: ("missing_field", "output"),
+    7: ("empty", "answer"),
+    8: ("wrong_type", "答案"),
+    9: ("empty", "messages[1]"),
+    10: ("wrong_type", "messages"),
+    11: ("missing_field", "messages[0].content"),
+    12: ("unknown_role", "conversations[0].from"),
+    13: ("role_order", "messages[0]"),
+    14: ("role_order", "messages[1]"),
+    15: ("no_assistant", "messages[0]"),
+    16: ("no_assistant", "messages[2]"),
+    17: ("template_marker", "prompt"),
+    18: ("template_marker", "answer"),
+    19: ("control_character", "answer"),
+    20: ("mojibake", "答案"),
+    21: ("ambiguous_columns", "the columns"),
+    22: ("unknown_columns", "the columns"),
+    23: ("mojibake", "answer"),
+    24: ("role_order", "messages[1]"),
+    25: ("missing_field", "messages[1].tool_calls[0].function.name"),
+    26: ("malformed_json", "messages[1].tool_calls[0].function.arguments"),
+    27: ("unsupported_field", "images"),
+}
 
 
 def qa(number: int, answer: str = "yes") -> dict[str, str]:
@@ -71,27 +85,36 @@ def checked(path: Path | str) -> list[data.ChatRow | data.RowError]:
     return [data.check_row(row) for row in data.read_rows(path)]
 
 
-def texts(row: Any) -> list[str]:
+def texts(row: data.ChatRow | data.RowError) -> list[str]:
+    assert isinstance(row, data.ChatRow), row
     return [message["content"] for message in row.messages]
 
 
-def chat(raw: Any, mapping: str = "") -> data.ChatRow:
+def accepted(raw: Any, mapping: str = "") -> data.ChatRow:
+    """The row as a conversation; it must be a sound one."""
     row = data.check_row(data.Row("row", 1, raw), mapping)
     assert isinstance(row, data.ChatRow), row
     return row
 
 
-def test_each_broken_row_of_the_sample_is_named_and_hides_no_other(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = checked(SAMPLES / "broken_rows.jsonl")
-    errors = [row for row in rows if isinstance(row, data.RowError)]
-    assert {e.line: (e.problems[0].kind, e.problems[0].field) for e in errors} == BROKEN
-    assert [row.line for row in rows if isinstance(row, data.ChatRow)] == [1, 28]
-    assert all(problem.todo and problem.seen for error in errors for problem in error.problems)
-    data.show_problems(errors)
-    data.show(data.Row("a", 1, {"问": "13812345678?", "reply": "yes"}), "user=问, assistant=reply")
-    data.show(data.Row("a", 7, {"question": ""}))
-    shown = capsys.readouterr().out
-    assert "line 2, character 113" in shown and "138****?\nassistant: yes" in shown and "a line 7, answer" in shown
+def errors_of(rows: list[Any]) -> list[data.RowError]:
+    return [row for row in rows if isinstance(row, data.RowError)]
+
+
+def test_each_broken_row_of_the_sample_is_named_and_hides_no_other() -> None:
+    first_problems = {}
+    sound_lines = []
+    for row in checked(SAMPLES / "broken_rows.jsonl"):
+        if isinstance(row, data.ChatRow):
+            sound_lines.append(row.line)
+            continue
+        first = row.problems[0]
+        first_problems[row.line] = (first.kind, first.field)
+        for problem in row.problems:
+            assert problem.todo
+            assert problem.seen
+    assert first_problems == BROKEN
+    assert sound_lines == [1, 28]
 
 
 PAIR = chat_row("你好", "您好")["messages"]
@@ -99,13 +122,28 @@ ASKED = {"role": "user", "content": "天气?"}
 SEARCH = {"function": {"name": "search", "arguments": {"q": "天气"}}, "type": "function"}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [SEARCH]}
 RESULT = {"role": "tool", "content": "晴", "name": "search", "tool_call_id": "1"}
-SAID = {"role": "assistant", "content": "今天晴。"}
+RESULT_OF_FUNCTION = {**RESULT, "role": "function"}
+ANSWERED = {"role": "assistant", "content": "今天晴。"}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 IN_TEXT = {"type": "function", "function": {"name": "search", "arguments": json.dumps({"q": "天气"})}}
+
+
+def test_what_is_shown_has_its_place_and_nothing_private(capsys: pytest.CaptureFixture[str]) -> None:
+    data.show_problems(errors_of(checked(SAMPLES / "broken_rows.jsonl")))
+    data.show(data.Row("a", 1, {"问": "13812345678?", "reply": "yes"}), "user=问, assistant=reply")
+    data.show(data.Row("a", 7, {"question": ""}))
+    shown = capsys.readouterr().out
+    assert "line 2, character 113" in shown
+    assert "138****?\nassistant: yes" in shown
+    assert "a line 7, answer" in shown
+
+
 CHINESE = [
-    {"问题": "我的订单到哪里了？", "答案": "您好，正在路上，预计明天下午送达。"}, {"问题": "玫瑰", "答案": "鹦鹉"},
-    {"问题": "退款要多久", "答案": "一般三个工作日内到账。"}, {"问题": "ok", "答案": "ok"},
-]  # fmt: skip
+    {"问题": "我的订单到哪里了？", "答案": "您好，正在路上，预计明天下午送达。"},
+    {"问题": "玫瑰", "答案": "鹦鹉"},
+    {"问题": "退款要多久", "答案": "一般三个工作日内到账。"},
+    {"问题": "ok", "答案": "ok"},
+]
 SOUND = {  # languages with accents, and the punctuation that makes them look broken byte by byte
     "fr": "« L’été, déjà ? » « café » «\xa0fiancé\xa0» l'œuvre, voilà… où ça – “né” à Noël, naïf, ÇA, «\xa0à\xa0» É…",
     "pt": "NÃO, amanhã… “MAÇÃ” «AMANHû «irmã» nº 3, São Paulo – “pão”, à noite, AÇÃO, “É”",
@@ -116,153 +154,237 @@ WIDE = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
 VARIANTS = [str, str.upper, "{} !!".format, lambda text: text.replace(" ", "，"), lambda text: text.translate(WIDE)]
 ENGLISH = "The parcel was handed to the carrier this morning and should arrive within two working days. You will get a "
 ENGLISH += "message with a link as soon as the driver is near your street, and you can still change the address there."
+MIB = 1 << 20
 ZH = "包裹今天早上已交给快递公司，预计会在后天下午送到您家。送达之前您会收到一条短信，里面有改地址的链接，请放心。"
 QUESTION = "Hello, I ordered a kettle for my mother last week and nobody told me when it comes. When will it arrive?"
 
 
-@pytest.mark.parametrize("raw", [
-    {"messages": PAIR}, {"messages": json.dumps(PAIR)}, {"prompt": PAIR[:1], "completion": PAIR[1:]},
-    {"messages": PAIR, "system": " ", "tools": ""},
-    {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "您好"}]},
-    {"prompt": "你好", "prompt_id": "7", "messages": PAIR}, {"q": "你好", "a": "您好"},
-    {"instruction": "你好", "input": "", "output": "您好", "history": [], "text": "whole", "prompt": "whole"},
-    {"指令": "你好", "输入": None, "输出": "您好"}, {"问题": "你好", "答案": "您好"}, {"用户": "你好", "助手": "您好"},
-    {"\ufeffQuestion ": "你好", " ANSWER": "您好", "": 7, "Reasoning Content": ""},
-    {"question": "\n \n你好 \r\n", "answer": "您好\n"},
-])  # fmt: skip
+SHAPES = {
+    "messages": {"messages": PAIR},
+    "messages as text": {"messages": json.dumps(PAIR)},
+    "messages and empty columns": {"messages": PAIR, "system": " ", "tools": ""},
+    "messages and a prompt": {"prompt": "你好", "prompt_id": "7", "messages": PAIR},
+    "turns of prompt and completion": {"prompt": PAIR[:1], "completion": PAIR[1:]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "您好"}]},
+    "q and a": {"q": "你好", "a": "您好"},
+    "alpaca": {"instruction": "你好", "input": "", "output": "您好", "history": [], "text": "whole", "prompt": "whole"},
+    "alpaca in Chinese": {"指令": "你好", "输入": None, "输出": "您好"},
+    "question and answer in Chinese": {"问题": "你好", "答案": "您好"},
+    "user and assistant in Chinese": {"用户": "你好", "助手": "您好"},
+    "odd headings": {"\ufeffQuestion ": "你好", " ANSWER": "您好", "": 7, "Reasoning Content": ""},
+    "space around the text": {"question": "\n \n你好 \r\n", "answer": "您好\n"},
+}
+
+
+@pytest.mark.parametrize("raw", SHAPES.values(), ids=SHAPES)
 def test_every_known_shape_becomes_the_same_messages(raw: dict[str, Any]) -> None:
-    assert chat(raw).messages == PAIR
+    assert accepted(raw).messages == PAIR
 
 
 @pytest.mark.parametrize("history", [[["a", "b"]], json.dumps([["a", "b"]])])
 def test_columns_beside_question_and_answer_are_taken(history: Any) -> None:
-    row = chat({"system": "短", "instruction": "c", "input": "    x", "output": "\n    d\n", "history": history})
+    raw = {"system": "短", "instruction": "c", "input": "    x", "output": "\n    d\n", "history": history}
+    row = accepted(raw)
     assert texts(row) == ["短", "a", "b", "c\n    x", "    d"]
     assert [message["role"] for message in row.messages] == ["system", "user", "assistant", "user", "assistant"]
-    whole = "<think>\n想\n</think>\n\n今天晴。"  # reasoning stands before the answer
-    apart = {"messages": [ASKED, {**SAID, "reasoning_content": "想\n"}]}
-    column = {"question": "天气?", "Complex_CoT": "想", "response": "今天晴。"}
-    both = {"question": "天气?", "answer": whole, "思考过程": "想"}
-    assert [texts(chat(raw))[1] for raw in (apart, column, both)] == [whole] * 3
+
+
+THOUGHT = "<think>\n想\n</think>\n\n今天晴。"
+
+
+WITH_REASONING = {
+    "in the turn": {"messages": [ASKED, {**ANSWERED, "reasoning_content": "想\n"}]},
+    "in a column": {"question": "天气?", "Complex_CoT": "想", "response": "今天晴。"},
+    "in a column and in the answer": {"question": "天气?", "answer": THOUGHT, "思考过程": "想"},
+}
+
+
+@pytest.mark.parametrize("raw", WITH_REASONING.values(), ids=WITH_REASONING)
+def test_reasoning_stands_once_before_the_answer(raw: dict[str, Any]) -> None:
+    assert texts(accepted(raw))[1] == THOUGHT
 
 
 @pytest.mark.parametrize("raw", [
-    {"messages": [ASKED, CALLED, RESULT, SAID], "tools": [TOOL]},
-    {"messages": json.dumps([ASKED, CALLED, RESULT, SAID]), "tools": json.dumps([TOOL])},
-    {"messages": [ASKED, {**CALLED, "tool_calls": [IN_TEXT]}, {**RESULT, "role": "function"}, SAID], "tools": [TOOL]},
-    {"messages": [ASKED, {**CALLED, "tool_calls": json.dumps([SEARCH])}, RESULT, SAID], "tools": [TOOL]},
+    {"messages": [ASKED, CALLED, RESULT, ANSWERED], "tools": [TOOL]},
+    {"messages": json.dumps([ASKED, CALLED, RESULT, ANSWERED]), "tools": json.dumps([TOOL])},
+    {"messages": [ASKED, {**CALLED, "tool_calls": [IN_TEXT]}, RESULT_OF_FUNCTION, ANSWERED], "tools": [TOOL]},
+    {"messages": [ASKED, {**CALLED, "tool_calls": json.dumps([SEARCH])}, RESULT, ANSWERED], "tools": [TOOL]},
 ])  # fmt: skip
 def test_calls_and_tools_as_openai_writes_them_are_taken(raw: Any) -> None:
-    row = chat(raw)
-    assert row.messages == [ASKED, {**CALLED, "content": ""}, RESULT, SAID] and row.tools == [TOOL] and not row.trimmed
+    row = accepted(raw)
+    assert row.messages == [ASKED, {**CALLED, "content": ""}, RESULT, ANSWERED]
+    assert row.tools == [TOOL]
+    assert not row.trimmed
 
 
-def called_with(listed: Any = None, **arguments: Any) -> dict[str, Any]:
-    arguments = listed or arguments
-    return {"messages": [ASKED, {**CALLED, "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}]}
+def called_with(arguments: Any) -> dict[str, Any]:
+    """A row whose answer calls a tool with these arguments."""
+    call = {"function": {"name": "a", "arguments": arguments}}
+    return {"messages": [ASKED, {**CALLED, "tool_calls": [call]}]}
 
 
-def said(answer: Any) -> dict[str, Any]:
+def with_answer(answer: Any) -> dict[str, Any]:
     return {"question": "a", "answer": answer}
 
 
+DEEP_LIST = json.loads("[" * 900 + "]" * 900)
+
+
 @pytest.mark.parametrize(("raw", "kind", "field"), [
-    ({"messages": []}, "empty", "messages"), ({"messages": ["hello"]}, "wrong_type", "messages[0]"),
+    ({"messages": []}, "empty", "messages"),
+    ({"messages": ["hello"]}, "wrong_type", "messages[0]"),
     ({"messages": [{"content": "hello"}]}, "missing_field", "messages[0].role"),
+    ({"messages": "[{"}, "malformed_json", "messages"),
     ({"instruction": "a", "input": 0, "output": "b"}, "wrong_type", "input"),
-    (said("b") | {"history": [["c", "d", "e"]]}, "wrong_type", "history[0]"),
-    (said("b") | {"system": 0}, "wrong_type", "system"), (said("b") | {"tools": [5]}, "wrong_type", "tools[0]"),
-    (said("b") | {"tools": [{"name": "a"}]}, "missing_field", "tools[0].function"),
+    (with_answer("b") | {"history": [["c", "d", "e"]]}, "wrong_type", "history[0]"),
+    (with_answer("b") | {"system": 0}, "wrong_type", "system"),
+    (with_answer("b") | {"tools": [5]}, "wrong_type", "tools[0]"),
+    (with_answer("b") | {"tools": [{"name": "a"}]}, "missing_field", "tools[0].function"),
+    (with_answer("b") | {"tools": "[{"}, "malformed_json", "tools"),
+    (with_answer("b") | {"reasoning_content": 5}, "wrong_type", "reasoning_content"),
     ({"conversations": [{"from": "function_call", "value": "{}"}]}, "unknown_role", "conversations[0].from"),
-    (said("b") | {"tools": "[{"}, "malformed_json", "tools"), ({"messages": "[{"}, "malformed_json", "messages"),
-    (said("b") | {"reasoning_content": 5}, "wrong_type", "reasoning_content"),
     ({"messages": [{"role": "system", "content": "a"}, *PAIR], "system": "b"}, "role_order", "messages[0]"),
-    (said("\ud83d"), "control_character", "answer"), (said(float("nan")), "wrong_type", "answer"),
-    (said(json.loads("[" * 900 + "]" * 900)), "wrong_type", "answer"), (said(10**5000), "wrong_type", "answer"),
-    (called_with(b="\ud83d"), "wrong_type", "messages[1]"), (called_with(b=10**30), "wrong_type", "messages[1]"),
-    (called_with(b="<|im_end|>"), "template_marker", "messages[1]"),
-    (called_with(b="CafÃ© Ã  Paris"), "mojibake", "messages[1]"),
-    ({"messages": [ASKED, SAID, RESULT, SAID]}, "role_order", "messages[2]"),
-    ({"messages": [ASKED, CALLED, ASKED, SAID]}, "role_order", "messages[2]"),
-    ({"messages": [ASKED, CALLED, RESULT]}, "no_assistant", "messages[2]"),
-    ({"messages": [ASKED, {"role": "system", "content": "a"}, SAID]}, "role_order", "messages[1]"),
+    (with_answer("\ud83d"), "control_character", "answer"),
+    (with_answer(float("nan")), "wrong_type", "answer"),
+    (with_answer(DEEP_LIST), "wrong_type", "answer"),
+    (with_answer(10**5000), "wrong_type", "answer"),
+    (called_with({"b": "\ud83d"}), "wrong_type", "messages[1]"),
+    (called_with({"b": 10**30}), "wrong_type", "messages[1]"),
+    (called_with({"b": "<|im_end|>"}), "template_marker", "messages[1]"),
+    (called_with({"b": "CafÃ© Ã  Paris"}), "mojibake", "messages[1]"),
+    (called_with([1]), "wrong_type", "messages[1].tool_calls[0].function.arguments"),
     ({"messages": [ASKED, {**CALLED, "tool_calls": [{"name": "a"}]}]}, "missing_field",
      "messages[1].tool_calls[0].function"),
-    (called_with([1]), "wrong_type", "messages[1].tool_calls[0].function.arguments"),
-    ({"messages": [{**ASKED, "content": [{"type": "image_url"}]}, SAID]}, "wrong_type", "messages[0].content"),
-    ({"messages": [ASKED, {**SAID, "content": "", "reasoning_content": "hm"}]}, "empty", "messages[1]"),
+    ({"messages": [ASKED, ANSWERED, RESULT, ANSWERED]}, "role_order", "messages[2]"),
+    ({"messages": [ASKED, CALLED, ASKED, ANSWERED]}, "role_order", "messages[2]"),
+    ({"messages": [ASKED, CALLED, RESULT]}, "no_assistant", "messages[2]"),
+    ({"messages": [ASKED, {"role": "system", "content": "a"}, ANSWERED]}, "role_order", "messages[1]"),
+    ({"messages": [{**ASKED, "content": [{"type": "image_url"}]}, ANSWERED]}, "wrong_type", "messages[0].content"),
+    ({"messages": [ASKED, {**ANSWERED, "content": "", "reasoning_content": "hm"}]}, "empty", "messages[1]"),
 ])  # fmt: skip
 def test_rules_of_a_row(raw: Any, kind: str, field: str) -> None:
     problem = data.problems_of(raw)[0]
-    assert (problem.kind, problem.field) == (kind, field)
+    assert problem.kind == kind
+    assert problem.field == field
 
 
 def test_a_mapping_joins_columns_and_ignores_the_rest() -> None:
     raw = {"标题": "订单", "正文": "到哪里了？", "回复": "在路上。", "角色": "客服", "question": "x", "answer": "y"}
-    row = chat(raw, "user=标题+正文, assistant=回复, system=角色")
+    row = accepted(raw, "user=标题+正文, assistant=回复, system=角色")
     assert texts(row) == ["客服", "订单\n到哪里了？", "在路上。"]
-    assert texts(chat({**raw, "标题": None}, "user＝标题+正文，assistant=回复")) == ["到哪里了？", "在路上。"]
-    assert chat({"Chat": [ASKED, SAID]}, "messages=chat").messages == [ASKED, SAID]
+    without_title = accepted({**raw, "标题": None}, "user＝标题+正文，assistant=回复")
+    assert texts(without_title) == ["到哪里了？", "在路上。"]
+    assert accepted({"Chat": [ASKED, ANSWERED]}, "messages=chat").messages == [ASKED, ANSWERED]
+
+
+def test_a_mapping_to_columns_that_are_not_there_names_them_and_those_that_are() -> None:
     [problem] = data.problems_of(qa(1), "user=question, assistant=reply")
-    assert (problem.kind, problem.field) == ("missing_field", "reply") and "question, answer" in problem.seen
+    assert problem.kind == "missing_field"
+    assert problem.field == "reply"
+    assert "question, answer" in problem.seen
     assert "--columns" in problem.todo
     [problem] = data.problems_of({"messages": PAIR}, "user=标题+正文, assistant=回复")
-    assert (problem.kind, problem.field) == ("missing_field", "标题, 正文, 回复") and "messages" in problem.seen
-    for text in ("question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b", "system=who"):
-        with refused(f"The columns {text!r} are not"):
-            data.parse_mapping(text)
+    assert problem.kind == "missing_field"
+    assert problem.field == "标题, 正文, 回复"
+    assert "messages" in problem.seen
+
+
+@pytest.mark.parametrize("text", ["question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b", "system=who"])
+def test_a_mapping_that_makes_no_conversation_is_refused(text: str) -> None:
+    with refused(f"The columns {text!r} are not"):
+        data.parse_mapping(text)
 
 
 @pytest.mark.parametrize("language", SOUND)
 def test_sound_text_is_never_touched(language: str) -> None:
-    words, chance = re.split(r"(?<= )", SOUND[language]), random.Random(7)
+    words = re.split(r"(?<= )", SOUND[language])
+    chance = random.Random(7)
     for _ in range(50):
-        mixed = "".join(chance.choices(words, k=12)).strip() or SOUND[language]
-        assert texts(chat(said(mixed)))[1] == mixed
+        sentence = "".join(chance.choices(words, k=12)).strip()
+        sentence = sentence or SOUND[language]  # only spaces were drawn
+        row = accepted(with_answer(sentence))
+        assert texts(row)[1] == sentence
+
+
+def decoded_byte_by_byte(text: str, encoding: str) -> str:
+    """UTF-8 read in another encoding; a byte which that does not have stays what it is in latin-1."""
+    characters = []
+    for number in text.encode():
+        byte = bytes([number])
+        characters.append(byte.decode(encoding, "ignore") or byte.decode("latin-1"))
+    return "".join(characters)
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252"])
 def test_text_read_in_the_wrong_encoding_is_repaired(encoding: str) -> None:
     text = "Le café est fermé, c’est l’été."
-    pieces = (bytes([byte]) for byte in text.encode())
-    broken = "".join(piece.decode(encoding, "ignore") or piece.decode("latin-1") for piece in pieces)
-    row = data.Row("a", 1, {"question": "thé", "answer": broken})
-    fixed, strict = data.check_row(row), data.check_row(row, repair=False)
-    assert isinstance(fixed, data.ChatRow) and fixed.messages[1]["content"] == text and not fixed.trimmed
-    assert [(warning.kind, warning.field) for warning in fixed.warnings] == [("mojibake", "answer")]
-    assert isinstance(strict, data.RowError) and strict.problems[0].kind == "mojibake"
+    row = data.Row("a", 1, {"question": "thé", "answer": decoded_byte_by_byte(text, encoding)})
+
+    repaired = data.check_row(row)
+    assert isinstance(repaired, data.ChatRow)
+    assert repaired.messages[1]["content"] == text
+    assert not repaired.trimmed
+    [warning] = repaired.warnings
+    assert warning.kind == "mojibake"
+    assert warning.field == "answer"
+
+    refusal = data.check_row(row, repair=False)
+    assert isinstance(refusal, data.RowError)
+    assert refusal.problems[0].kind == "mojibake"
 
 
-def test_characters_that_are_lost_and_template_markers_are_refused() -> None:
-    lost = ["在路上��", "锟斤拷锟斤拷", "璁㈠崟锛屽湪鍝噷?"]
-    markers = [
-        "<|im_start|>user", "ok<|im_end|>", "[gMASK]<sop>hello", "<s>[INST] hi", "hello</s>", "a [/INST]", "<<SYS>>",
-        "<start_of_turn>user", "<｜User｜>", "<｜end▁of▁sentence｜>", "<bos>hi", "a<pad><pad>", "[AVAILABLE_TOOLS]",
-    ]  # fmt: skip
-    for text in lost + markers:
-        kind = "mojibake" if text in lost else "template_marker"
-        assert [problem.kind for problem in data.problems_of(said(text))] == [kind], text
-    assert data.problems_of(said("it is <s>struck</s> out, a <b> c, <think>\nhm\n</think>\n\nok")) == []
+@pytest.mark.parametrize("text", ["在路上��", "锟斤拷锟斤拷", "璁㈠崟锛屽湪鍝噷?"])
+def test_characters_that_are_lost_are_refused(text: str) -> None:
+    [problem] = data.problems_of(with_answer(text))
+    assert problem.kind == "mojibake"
 
 
-@pytest.mark.parametrize(("kind", "text", "shown"), [
-    ("phone", "请打 13812345678 找我", "138****"), ("phone", "+86 138 1234 5678", "+86****"),
-    ("phone", "请打１３８１２３４５６７８找我", "138****"), ("phone", "138\xa01234\xa05678", "138****"),
-    ("phone", "座机 021-62345678", "021****"), ("id_number", "110105 1949 1231 002X", "110****"),
-    ("id_number", "身份证 11010519491231002X", "110****"),
-    ("email", "write to anna.b+c@mail.example.cn, please", "ann****"),
-    ("key", "sk-proj-" + "a1B2" * 8, "sk-****"), ("key", "token hf_" + "aB" * 17, "hf_****"),
-    ("key", "WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567", "WAN****"),
-    ("key", "https://a.cn/x?token=abcdefgh", "?to****"), ("key", "-----BEGIN RSA PRIVATE KEY-----", "---****"),
-    ("key", "Bearer eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdefghijklmnop", "eyJ****"),
+@pytest.mark.parametrize("text", [
+    "<|im_start|>user", "ok<|im_end|>", "[gMASK]<sop>hello", "<s>[INST] hi", "hello</s>", "a [/INST]", "<<SYS>>",
+    "<start_of_turn>user", "<｜User｜>", "<｜end▁of▁sentence｜>", "<bos>hi", "a<pad><pad>", "[AVAILABLE_TOOLS]",
 ])  # fmt: skip
-def test_private_data_is_a_warning_with_the_span_masked(kind: str, text: str, shown: str) -> None:
-    row = chat(said(text))
+def test_template_markers_are_refused(text: str) -> None:
+    [problem] = data.problems_of(with_answer(text))
+    assert problem.kind == "template_marker"
+
+
+def test_html_and_reasoning_are_no_template_markers() -> None:
+    assert data.problems_of(with_answer("it is <s>struck</s> out, a <b> c, <think>\nhm\n</think>\n\nok")) == []
+
+
+JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdefghijklmnop"
+
+
+@pytest.mark.parametrize(("kind", "text", "secret", "shown"), [
+    ("phone", "请打 13812345678 找我", "13812345678", "138****"),
+    ("phone", "请打１３８１２３４５６７８找我", "１３８１２３４５６７８", "138****"),
+    ("phone", "+86 138 1234 5678", "1234", "+86****"),
+    ("phone", "138\xa01234\xa05678", "1234", "138****"),
+    ("phone", "座机 021-62345678", "62345678", "021****"),
+    ("id_number", "身份证 11010519491231002X", "11010519491231002X", "110****"),
+    ("id_number", "110105 1949 1231 002X", "1949", "110****"),
+    ("email", "write to anna.b+c@mail.example.cn, please", "example", "ann****"),
+    ("key", "sk-proj-" + "a1B2" * 8, "a1B2" * 8, "sk-****"),
+    ("key", "token hf_" + "aB" * 17, "hf_" + "aB" * 17, "hf_****"),
+    ("key", "WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567", "0123456789abcdef", "WAN****"),
+    ("key", "https://a.cn/x?token=abcdefgh", "abcdefgh", "?to****"),
+    ("key", "-----BEGIN RSA PRIVATE KEY-----", "PRIVATE", "---****"),
+    ("key", f"Bearer {JWT}", "eyJhbGciOiJIUzI1NiJ9", "eyJ****"),
+])  # fmt: skip
+def test_private_data_is_a_warning_with_the_span_masked(kind: str, text: str, secret: str, shown: str) -> None:
+    assert shown in mask(text)
+    assert secret not in mask(text)
+
+    row = accepted(with_answer(text))
     assert row.messages[1]["content"] == text
-    assert [(w.kind, w.field, w.seen) for w in row.warnings] == [(kind, "answer", shown)]
-    secret = max(re.split(r"[^\w]+", text), key=len)
-    assert shown in mask(text) and (len(secret) < 8 or secret not in mask(text))
-    assert [(w.kind, w.field) for w in chat(called_with(b=text)).warnings] == [(kind, "messages[1]")]
+    [warning] = row.warnings
+    assert warning.kind == kind
+    assert warning.field == "answer"
+    assert warning.seen == shown
+
+    [warning] = accepted(called_with({"b": text})).warnings
+    assert warning.kind == kind
+    assert warning.field == "messages[1]"
 
 
 @pytest.mark.parametrize("text", [
@@ -270,57 +392,110 @@ def test_private_data_is_a_warning_with_the_span_masked(kind: str, text: str, sh
     "110105194913310021", "a @ b", "@someone", "sk-learn and hf_hub", f"commit {'0a' * 20}",
 ])  # fmt: skip
 def test_numbers_and_words_that_are_not_private(text: str) -> None:
-    assert list(find_private(text)) == [] and mask(text) == text
+    assert list(find_private(text)) == []
+    assert mask(text) == text
 
 
-def test_what_is_said_about_a_row_can_be_shown(tmp_path: Path) -> None:
+def assert_may_be_shown(problem: Any) -> None:
+    """What is told about a problem holds none of the private numbers below and nothing that steers a terminal."""
+    text = f"{problem.field} {problem.seen} {problem.todo}"
+    assert text.isprintable()
+    for part in ("13812", "1234-", "12345", "19491231"):
+        assert part not in text
+
+
+def test_what_is_told_about_a_row_may_be_shown() -> None:
     bad = "13812345678\ud83d\x1b[2J"
     rows = [
-        {bad: "a", "b": "c"}, {"messages": [{bad: "a"}]}, said("x") | {bad: 1, "history": [bad]},
-        {"messages": [{"role": bad, "content": "a"}]}, said([bad]), {"messages": f"call {bad}"},
+        {bad: "a", "b": "c"},
+        with_answer("x") | {bad: 1, "history": [bad]},
+        with_answer([bad]),
+        {"messages": f"call {bad}"},
+        {"messages": [{bad: "a"}]},
+        {"messages": [{"role": bad, "content": "a"}]},
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"phone": bad}]}]},
-    ]  # fmt: skip
-    problems = [problem for raw in rows for problem in data.problems_of(raw)]
-    private = ["138-1234-5678", "123456@qq.com", "110105 19491231 002X"]
-    lines = ['{"question": %s, "answer": "b"}', '{"question": "%s" "a": 1}', '{"a": "b" %s}']
-    (tmp_path / "a.jsonl").write_text("\n".join(["{}", "{}", *(line % one for line in lines for one in private)]))
+    ]
+    for raw in rows:
+        problems = data.problems_of(raw)
+        assert problems
+        for problem in problems:
+            assert_may_be_shown(problem)
+    warnings = accepted(with_answer("CafÃ© 13812345678")).warnings
+    assert warnings
+    for warning in warnings:
+        assert_may_be_shown(warning)
+
+
+def test_what_is_told_about_a_line_that_cannot_be_read_may_be_shown(tmp_path: Path) -> None:
+    lines = ["{}", "{}"]
+    for private in ("138-1234-5678", "123456@qq.com", "110105 19491231 002X"):
+        lines += [f'{{"question": {private}, "answer": "b"}}', f'{{"question": "{private}" "a": 1}}']
+        lines += [f'{{"a": "b" {private}}}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "b.csv").write_text("question,answer\n13812345678,a@b.cn,c\n")
-    broken = [row for row in data.read_rows(tmp_path) if isinstance(row, data.RowError)]
-    assert len(broken) == 10 and all("**" in row.problems[0].seen for row in broken)
-    problems += [row.problems[0] for row in broken] + [*chat(said("CafÃ© 13812345678")).warnings]
-    for problem in problems:
-        text = f"{problem.field} {problem.seen} {problem.todo}"
-        assert text.isprintable() and not any(one in text for one in ("13812", "1234-", "12345", "19491231")), text
+    broken = errors_of(list(data.read_rows(tmp_path)))
+    assert len(broken) == 10
+    for row in broken:
+        assert "**" in row.problems[0].seen
+        assert_may_be_shown(row.problems[0])
 
 
-def peak_memory(call: Any, *given: Any) -> tuple[Any, int]:
+def peak_memory(call: Any, *arguments: Any) -> tuple[Any, int]:
     """What a call gives, and the bytes that Python held at most during it."""
     tracemalloc.start()
-    result, peak = call(*given), tracemalloc.get_traced_memory()[1]
+    result = call(*arguments)
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return result, peak
 
 
-def file_of(name: str, rows: list[Any]) -> bytes:
-    """The rows in the format of the file's name."""
-    stem, ending = name.removesuffix(".gz").removesuffix(".zst").split(".")
+def parquet_bytes(rows: list[Any]) -> bytes:
+    stream = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), stream)
+    return stream.getvalue().to_pybytes()
+
+
+def csv_text(rows: list[Any], separator: str) -> str:
+    lines = [separator.join(rows[0])]
+    for row in rows:
+        lines.append(separator.join(f'"{value}"' for value in row.values()))
+    return "\r\n".join(lines)
+
+
+SEPARATORS = {"semicolon.csv": ";", "wide.csv": "\t", "wide.tsv": "\t", "a.tsv": "\t"}  # a comma in all others
+
+
+def uncompressed(name: str, rows: list[Any]) -> bytes:
+    """The rows in the format of the file's ending; the stem names its variant."""
+    stem, ending = name.split(".")
     if ending == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink := pyarrow.BufferOutputStream())
-        content = sink.getvalue().to_pybytes()
-    elif ending in ("csv", "tsv"):
-        sign = {"semicolon": ";", "wide": "\t"}.get(stem, {"csv": ",", "tsv": "\t"}[ending])
-        lines = [sign.join(rows[0]), *(sign.join(f'"{value}"' for value in row.values()) for row in rows)]
-        content = "\r\n".join(lines).encode()
+        return parquet_bytes(rows)
+    if ending in ("csv", "tsv"):
+        text = csv_text(rows, SEPARATORS.get(name, ","))
     elif stem in ("lines", "bom"):
-        content = json_lines(rows).encode()
+        text = json_lines(rows)
+    elif stem == "flat":
+        text = json.dumps(rows, ensure_ascii=False)
     else:
-        content = json.dumps(rows, ensure_ascii=False, indent=None if stem == "flat" else 2).encode()
-    content = b"\xef\xbb\xbf" + content if stem == "bom" else content
-    content = codecs.BOM_UTF16_BE + content.decode().encode("utf-16-be") if stem == "wide" else content
-    half = len(content) // 2
+        text = json.dumps(rows, ensure_ascii=False, indent=2)
+    if stem == "bom":
+        return codecs.BOM_UTF8 + text.encode()
+    if stem == "wide":
+        return codecs.BOM_UTF16_BE + text.encode("utf-16-be")
+    return text.encode()
+
+
+def file_of(name: str, rows: list[Any]) -> bytes:
+    """The content of a file of this name with these rows."""
+    content = uncompressed(name.removesuffix(".gz").removesuffix(".zst"), rows)
+    if name.endswith(".gz"):
+        return gzip.compress(content)
     if name.endswith(".zst"):  # two frames, as parallel compressors and `cat` write them
-        return b"".join(pyarrow.compress(part, "zstd", asbytes=True) for part in (content[:half], content[half:]))
-    return gzip.compress(content) if name.endswith(".gz") else content
+        half = len(content) // 2
+        first_frame = pyarrow.compress(content[:half], "zstd", asbytes=True)
+        second_frame = pyarrow.compress(content[half:], "zstd", asbytes=True)
+        return first_frame + second_frame
+    return content
 
 
 @pytest.mark.parametrize("name", [
@@ -331,18 +506,26 @@ def file_of(name: str, rows: list[Any]) -> bytes:
 def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     rows = [qa(1, "yes,\n是"), qa(2, "[no]; not"), qa(3, "{maybe}")]
     (tmp_path / name).write_bytes(file_of(name, rows))
-    assert [*map(texts, checked(tmp_path / name))] == [list(row.values()) for row in rows]
+    read_texts = [texts(row) for row in checked(tmp_path / name)]
+    assert read_texts == [list(row.values()) for row in rows]
 
 
-@pytest.mark.parametrize(("name", "text", "kinds"), [  # line -> what is wrong with its row
+ROW = json_lines([qa(1)])
+
+
+PACKED_ROW = gzip.compress(ROW.encode())
+
+
+@pytest.mark.parametrize(("name", "content", "kinds"), [  # kinds: line -> what is wrong with its row
     ("a.csv", 'question,answer\n"two\nlines",yes\nb,no\n', {2: "", 4: ""}),
     ("a.json", json.dumps([qa(1), qa(2)], indent=2), {1: "", 2: ""}),
     ("a.json", json.dumps(qa(1), indent=2), dict.fromkeys(range(1, 5), "malformed_json")),
-    ("a.jsonl", "\n%s\r\n\n%s", {2: "", 5: ""}), ("a.jsonl", "[1]\n%s", {1: "", 2: ""}),
+    ("a.jsonl", f"\n{ROW}\r\n\n{ROW}", {2: "", 5: ""}),
+    ("a.jsonl", f"[1]\n{ROW}", {1: "", 2: ""}),
     ("a.csv", codecs.BOM_UTF16_LE + "question,answer\na,b\n".encode("utf-16-le") + b"c", {2: "", 3: ""}),
-    ("a.jsonl", '{"question": "a", "answer\n%s', {1: "malformed_json", 2: ""}),
-    ("a.jsonl", '{"messages": [{"role": "user", "content": "a"},\n%s', {1: "malformed_json", 2: ""}),
-    ("a.jsonl", f'%s{{"question": {"1" * 5000}}}\n%s', {1: "", 2: "malformed_json", 3: ""}),
+    ("a.jsonl", f'{{"question": "a", "answer\n{ROW}', {1: "malformed_json", 2: ""}),
+    ("a.jsonl", f'{{"messages": [{{"role": "user", "content": "a"}},\n{ROW}', {1: "malformed_json", 2: ""}),
+    ("a.jsonl", f'{ROW}{{"question": {"1" * 5000}}}\n{ROW}', {1: "", 2: "malformed_json", 3: ""}),
     ("a.json", '[{"q": 1}, {"q": 2}', {1: "malformed_json"}),
     ("a.csv", "question,answer\na\nb,c,d\ng,h\n", {2: "", 3: "malformed_csv", 4: ""}),
     ("a.csv", "question,answer,answer\na,b,c\n", {1: "malformed_csv"}),
@@ -350,25 +533,39 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     ("a.csv", "question,answer,,,\na,b,,,\n,,,,\nc,d, ,\ne,f,x,,\n,,\n", {2: "", 4: "", 5: "malformed_csv"}),
     ("a.csv", ",question,answer\n0,a,b\n,c,d\n", {2: "", 3: ""}),  # 0: the index of pandas
     ("a.csv", 'question,"answer\na,b\n', {1: "malformed_csv"}),
-    ("a.jsonl.gz", file_of("lines.jsonl.gz", [qa(1)]) * 2 + bytes(99), {1: "", 2: ""}),
-    ("a.jsonl.gz", file_of("lines.jsonl.gz", [qa(1)]) * 2 + b"more", {1: "", 2: "", 3: "damaged_file"}),
+    ("a.jsonl.gz", PACKED_ROW * 2 + bytes(99), {1: "", 2: ""}),
+    ("a.jsonl.gz", PACKED_ROW * 2 + b"more", {1: "", 2: "", 3: "damaged_file"}),
 ])  # fmt: skip
-def test_rows_know_their_lines_and_a_fault_hides_no_other_row(tmp_path: Path, name: str, text: Any, kinds: Any) -> None:
-    content = text if isinstance(text, bytes) else text.replace("%s", json_lines([qa(1)])).encode()
+def test_rows_know_their_lines_and_a_fault_hides_no_other_row(
+    tmp_path: Path, name: str, content: str | bytes, kinds: dict[int, str]
+) -> None:
+    if isinstance(content, str):
+        content = content.encode()
     (tmp_path / name).write_bytes(content)
-    rows = list(data.read_rows(tmp_path / name))
-    found = [(row.line, row.problems[0].kind if isinstance(row, data.RowError) else "") for row in rows]
-    assert found == [*kinds.items()]
-    assert all(row.problems[0].todo for row in rows if isinstance(row, data.RowError))
+    lines = []
+    for row in data.read_rows(tmp_path / name):
+        kind = ""
+        if isinstance(row, data.RowError):
+            kind = row.problems[0].kind
+            assert row.problems[0].todo
+        lines.append((row.line, kind))
+    assert lines == list(kinds.items())
 
 
 def test_a_document_is_read_whole_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.json").write_text(f'[{json.dumps(qa(1))},\n{{"question": "c" "answer": "d"}}]', encoding="utf-8")
+    broken_row = '{"question": "c" "answer": "d"}'
+    (tmp_path / "a.json").write_text(f"[{json.dumps(qa(1))},\n{broken_row}]", encoding="utf-8")
     [error] = data.read_rows(tmp_path / "a.json")
-    assert (error.line, error.problems[0].field) == (2, "character 18") and '"c" "ans' in error.problems[0].seen
+    [problem] = error.problems
+    assert error.line == 2
+    assert problem.field == "character 18"
+    assert '"c" "ans' in problem.seen
+
     monkeypatch.setattr(read, "LARGEST_DOCUMENT", 50)
     [error] = data.read_rows(tmp_path / "a.json")
-    assert error.problems[0].kind == "long_line" and "one on each line" in error.problems[0].todo
+    [problem] = error.problems
+    assert problem.kind == "long_line"
+    assert "one on each line" in problem.todo
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
@@ -378,61 +575,106 @@ def test_a_damaged_file_gives_its_first_rows_and_then_says_so(tmp_path: Path, na
     rows = [qa(n, f"{chance.getrandbits(900):0225x}") for n in range(2000)]
     content = bytearray(file_of(name, rows))
     half = len(content) // 2
-    content[half : len(content) if damage == "cut" else half + 4000] = bytes(4000 if damage == "changed" else 0)
+    if damage == "cut":
+        del content[half:]
+    else:
+        content[half : half + 4000] = bytes(4000)
     (tmp_path / name).write_bytes(content)
-    *before, last = data.read_rows(tmp_path / name)
-    assert isinstance(last, data.RowError) and last.problems[0].kind == "damaged_file" and last.line == len(before) + 1
-    sound = [row.raw for row in before if isinstance(row, data.Row)]
-    assert sound[:400] == rows[:400][: len(sound)] and (sound or name == "a.parquet")
     write(tmp_path / "z.jsonl", [qa(1)])
-    assert [*data.read_rows(tmp_path)][-1].raw == qa(1), "the next file is read"
+
+    *before, last = data.read_rows(tmp_path / name)
+    assert isinstance(last, data.RowError)
+    assert last.problems[0].kind == "damaged_file"
+    assert last.line == len(before) + 1
+
+    sound = [row.raw for row in before if isinstance(row, data.Row)]
+    first_rows = sound[:400]
+    assert first_rows == rows[: len(first_rows)]
+    if name != "a.parquet":  # of which no row may be left: its index is at the end
+        assert first_rows
+
+    *_, last = data.read_rows(tmp_path)
+    assert last.raw == qa(1), "the next file is read"
+
+
+def long_rows(count: int) -> list[Any]:
+    """Rows with answers of 1500 characters, all of them different."""
+    chance = random.Random(1)
+    letters = "".join(chance.choices("abcdefghijklmnopqrst ", k=50_000))
+    rows = []
+    for number in range(count):
+        start = chance.randrange(48_000)
+        rows.append(qa(number, letters[start : start + 1500]))
+    return rows
+
+
+def count_rows(path: Path) -> int:
+    return sum(1 for _ in data.read_rows(path))
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_file_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "CHUNK", 1 << 16)
-    monkeypatch.setattr(build, "CHUNK", 1 << 16)
-    monkeypatch.setattr("nbutils.data.card.CHUNK", 1 << 16)
-    chance, peaks = random.Random(1), {}
-    letters = "".join(chance.choices("abcdefghijklmnopqrst ", k=50_000))
-    for name, count in (("warm", 9), ("lines.jsonl.gz", 1500), ("a.csv", 1500), ("few", 200), ("many", 700)):
-        rows = [qa(n, letters[(at := chance.randrange(48_000)) : at + 1500]) for n in range(count)]
-        path = tmp_path / (name if "." in name else f"{name}.jsonl")
-        path.write_bytes(json_lines(rows).encode() if path.suffix == ".jsonl" else file_of(name, rows))
-        if path.suffix == ".jsonl":
-            card, peaks[name] = peak_memory(data.prepare, str(path), tmp_path / name)
-            assert card.accepted == count
-        else:
-            read_all, peaks[name] = peak_memory(sum, (1 for _ in data.read_rows(path)))
-            assert read_all == count
-    assert max(peaks["lines.jsonl.gz"], peaks["a.csv"]) < 300 << 10, "of 2.2 MB"
-    assert peaks["many"] - peaks["few"] < 500 * 320, "a row of 1500 characters leaves about 300 bytes"
+    rows = long_rows(1500)
+    for name in ("lines.jsonl.gz", "a.csv"):
+        path = tmp_path / name
+        path.write_bytes(file_of(name, rows[:9]))
+        count_rows(path)  # imports what is needed
+        path.write_bytes(file_of(name, rows))
+        count, peak = peak_memory(count_rows, path)
+        assert count == 1500
+        assert peak < 300 << 10, "of 2.2 MB"
 
 
-@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.csv.gz", pytest.param("lines.csv.gz", marks=pytest.mark.slow)])
-def test_a_value_without_end_takes_bounded_memory(tmp_path: Path, monkeypatch: Any, name: str) -> None:
-    monkeypatch.setattr(read, "LONGEST_LINE", 4 << 20)
+@pytest.mark.slow
+def test_memory_hardly_grows_with_the_rows_that_are_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("read", "build", "card"):
+        monkeypatch.setattr(f"nbutils.data.{module}.CHUNK", 1 << 16)
+    rows = long_rows(700)
+    peaks = {}
+    for count in (9, 200, 700):  # the first run imports what is needed
+        path = write(tmp_path / f"{count}.jsonl", rows[:count])
+        card, peaks[count] = peak_memory(data.prepare, path, tmp_path / str(count))
+        assert card.accepted == count
+    assert peaks[700] - peaks[200] < 500 * 320, "a row of 1500 characters leaves about 300 bytes"
+
+
+@pytest.mark.parametrize(("name", "start", "filling", "mib"), [
+    pytest.param("a.jsonl.gz", b'{"a": "', b"x", 64, id="json"),
+    pytest.param("a.csv.gz", b'a,b\n"', b"x", 64, id="csv"),
+    pytest.param("a.csv.gz", b'a,b\n"', b"x\n", 16, id="csv-with-line-ends", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_value_without_end_takes_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, start: bytes, filling: bytes, mib: int
+) -> None:
+    monkeypatch.setattr(read, "LONGEST_LINE", 4 * MIB)
+    block = filling * (MIB // len(filling))
     with gzip.open(tmp_path / name, "wb", compresslevel=1) as file:
-        file.write(b'a,b\n"' if "csv" in name else b'{"a": "')
-        for _ in range(16 if "lines" in name else 64):
-            file.write(b"x\n" * (1 << 19) if "lines" in name else b"x" * (1 << 20))
-        file.write(b'"}\n' + json_lines([qa(1)]).encode())
+        file.write(start)
+        for _ in range(mib):
+            file.write(block)
+        file.write(b'"}\n' + ROW.encode())
     rows, peak = peak_memory(list, data.read_rows(tmp_path / name))
-    assert isinstance(rows[-1], data.RowError) and len(rows) == 1 and peak < 40 << 20
+    [row] = rows
+    assert isinstance(row, data.RowError)
+    assert peak < 40 * MIB
 
 
 def arrow_file(path: Path, answers: Any, kind: str = "text") -> str:
     """A file whose rows have these answers: as texts, as turns in a list, or in a map."""
-    ends = pyarrow.array(np.arange(len(answers) + 1, dtype=np.int32))
-    roles = pyarrow.array(["assistant"] * len(answers))
+    count = len(answers)
+    ends = pyarrow.array(np.arange(count + 1, dtype=np.int32))
+    roles = pyarrow.array(["assistant"] * count)
     if kind == "list":
         turns = pyarrow.StructArray.from_arrays([roles, answers], ["role", "content"])
         answers = pyarrow.ListArray.from_arrays(ends, turns)
     elif kind == "map":
         answers = pyarrow.MapArray.from_arrays(ends, roles, answers)
-    table = pyarrow.table({"question": [f"q{n}" for n in range(len(answers))], "answer": answers})
-    if path.suffix == ".parquet":  # without a schema all texts are plain, however they are stored
-        pyarrow.parquet.write_table(table, path, compression="zstd", store_schema="plain" not in path.name)
+    questions = [f"q{number}" for number in range(count)]
+    table = pyarrow.table({"question": questions, "answer": answers})
+    if path.suffix == ".parquet":
+        with_schema = "plain" not in path.name  # without a schema all texts are plain, however they are stored
+        pyarrow.parquet.write_table(table, path, compression="zstd", store_schema=with_schema)
         assert path.stat().st_size < 50_000, "long values of a small file"
     else:
         with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
@@ -440,7 +682,7 @@ def arrow_file(path: Path, answers: Any, kind: str = "text") -> str:
     return str(path)
 
 
-def shared(count: int, text: str) -> Any:
+def repeated(count: int, text: str) -> Any:
     """An arrow column of which all values are the same text, held once."""
     return pyarrow.DictionaryArray.from_arrays(np.zeros(count, np.int32), [text])
 
@@ -450,23 +692,40 @@ def shared(count: int, text: str) -> Any:
 def test_a_row_of_parquet_or_arrow_may_be_as_long_as_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
-    monkeypatch.setattr(read, "LONGEST_LINE", 1 << 20)
-    answers = ["yes", "x" * (3 << 20), *["no" * 9000] * 300, "y" * (1 << 19)]
+    monkeypatch.setattr(read, "LONGEST_LINE", MIB)
+    too_long = "x" * 3 * MIB
+    answers = ["yes", too_long, *["no" * 9000] * 300, "y" * (MIB // 2)]
     rows = list(data.read_rows(arrow_file(tmp_path / name, pyarrow.array(answers), kind)))
     assert [row.line for row in rows] == list(range(1, 304)), "the one that is refused hides no other"
-    errors = [row for row in rows if isinstance(row, data.RowError)]
-    assert [(row.line, row.problems[0].kind) for row in errors] == [(2, "long_line")]
-    assert [answers[n] in str(row.raw) for n, row in enumerate(rows)] == [n != 1 for n in range(303)]
-    rows = list(data.read_rows(arrow_file(tmp_path / f"shared_{name}", shared(40, "z" * (1 << 19)), kind)))
-    assert len(rows) == 40 and all("z" * (1 << 19) in str(row.raw) for row in rows)
+    [error] = errors_of(rows)
+    assert error.line == 2
+    assert error.problems[0].kind == "long_line"
+    assert too_long not in str(error.raw)
+    for row, answer in zip(rows, answers, strict=True):
+        assert row is error or answer in str(row.raw)
+
+
+@pytest.mark.parametrize("kind", ["text", "list", "map"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_the_length_of_a_row_is_its_own_where_all_share_one_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    monkeypatch.setattr(read, "LONGEST_LINE", MIB)
+    text = "z" * (MIB // 2)
+    rows = list(data.read_rows(arrow_file(tmp_path / name, repeated(40, text), kind)))
+    assert len(rows) == 40
+    for row in rows:
+        assert text in str(row.raw)
 
 
 def test_an_empty_batch_of_an_arrow_file_hides_no_row(tmp_path: Path) -> None:
     table = pyarrow.Table.from_pylist([qa(1)])
+    empty = pyarrow.RecordBatch.from_pylist([], schema=table.schema)
     with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
-        stream.write_batch(pyarrow.RecordBatch.from_pylist([], schema=table.schema))
+        stream.write_batch(empty)
         stream.write_table(table)
-    assert [row.raw for row in data.read_rows(tmp_path / "a.arrow")] == [qa(1)]
+    [row] = data.read_rows(tmp_path / "a.arrow")
+    assert row.raw == qa(1)
 
 
 PEAK = """
@@ -483,35 +742,54 @@ def peak_mib(code: str, home: Path) -> int:
     return int(python("-c", PEAK.format(code=code), home=home).stdout)
 
 
+def peak_of_reading(path: str, home: Path) -> int:
+    return peak_mib(f"for row in read.read_rows({path!r}): pass", home)
+
+
 @pytest.mark.slow
 def test_long_values_of_a_small_arrow_file_take_bounded_memory(tmp_path: Path) -> None:
-    one, same = pyarrow.array(["ab" * (100 << 19)]), shared(100, "ab" * (30 << 19))
-    files = {  # a value of 100 MiB, a hundred of 30 MiB
-        arrow_file(tmp_path / "one.parquet", one, "list"): 600, arrow_file(tmp_path / "a.parquet", same): 600,
-        arrow_file(tmp_path / "a.arrow", same, "list"): 600, arrow_file(tmp_path / "plain.parquet", same): 2000,
-    }  # fmt: skip
-    peaks = {path: peak_mib(f"for row in read.read_rows({path!r}): pass", tmp_path) for path in files}
-    assert all(peaks[path] < limit for path, limit in files.items()), peaks
+    one_long = pyarrow.array(["ab" * 50 * MIB])
+    one = arrow_file(tmp_path / "one.parquet", one_long, "list")
+    assert peak_of_reading(one, tmp_path) < 600, "for a value of 100 MiB"
+
+    hundred_long = repeated(100, "ab" * 15 * MIB)  # each of 30 MiB
+    as_texts = arrow_file(tmp_path / "a.parquet", hundred_long)
+    in_lists = arrow_file(tmp_path / "a.arrow", hundred_long, "list")
+    without_schema = arrow_file(tmp_path / "plain.parquet", hundred_long)
+    assert peak_of_reading(as_texts, tmp_path) < 600
+    assert peak_of_reading(in_lists, tmp_path) < 600
+    assert peak_of_reading(without_schema, tmp_path) < 2000, "of 3000 MiB"
 
 
 @pytest.mark.slow
 def test_rejected_rows_do_not_stay_in_memory(tmp_path: Path) -> None:
-    wrong = [*({"answer": answer} for answer in ("", 5, "a\0", "a</s>", "\ufffd")), {"images": ["a.png"]}]
-    rows = [qa(n) | one | {"note": "x" * (1 << 20)} for n in range(3) for one in wrong]
-    peaks = []
+    faults: list[dict[str, Any]] = [
+        {"answer": ""},
+        {"answer": 5},
+        {"answer": "a\0"},
+        {"answer": "a</s>"},
+        {"answer": "\ufffd"},
+        {"images": ["a.png"]},
+    ]
+    rows = []
+    for number in range(3):
+        for fault in faults:
+            rows.append(qa(number) | fault | {"note": "x" * MIB})
+    peaks = {}
     for count in (1, 6, 18):  # the first run imports what is needed
-        found, peak = peak_memory(check.check, [write(tmp_path / f"{count}.jsonl", [*rows[:count], qa(9)])])
-        assert found.card.rejected == count and len(found.card.reasons) == min(count, 6)
-        peaks.append(peak)
-    assert peaks[2] - peaks[1] < 4 << 20, "12 rows more, of 1 MiB each"
+        path = write(tmp_path / f"{count}.jsonl", [*rows[:count], qa(9)])
+        findings, peaks[count] = peak_memory(check.check, [path])
+        assert findings.card.rejected == count
+        assert len(findings.card.reasons) == min(count, len(faults))
+    assert peaks[18] - peaks[6] < 4 * MIB, "12 rows more, of 1 MiB each"
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "gbk", "gb18030"])
 @pytest.mark.parametrize("name", ["a.csv", "lines.jsonl", "array.json", "flat.json"])
 def test_chinese_is_read_whatever_it_was_saved_as(tmp_path: Path, name: str, encoding: str) -> None:
     (tmp_path / name).write_bytes(file_of(name, CHINESE).decode().encode(encoding))
-    rows = checked(tmp_path / name)
-    assert [*map(texts, rows)] == [list(row.values()) for row in CHINESE]
+    read_texts = [texts(row) for row in checked(tmp_path / name)]
+    assert read_texts == [list(row.values()) for row in CHINESE]
 
 
 @pytest.mark.parametrize("name", ["a.csv", "lines.jsonl"])
@@ -520,18 +798,25 @@ def test_a_broken_line_of_utf8_spoils_its_own_row_only(tmp_path: Path, name: str
     lines = file_of(name, CHINESE[:1] * 3).splitlines()
     lines[-2] = lines[-2].replace("正".encode(), byte)
     (tmp_path / name).write_bytes(b"\n".join(lines))
-    rows = checked(tmp_path / name)
-    assert [isinstance(row, data.ChatRow) for row in rows] == [True, False, True]
-    assert (rows[1].problems[0].kind, rows[1].problems[0].field) == ("encoding", "答案")
-    assert not rows[0].warnings and not rows[2].warnings
+    first, broken, last = checked(tmp_path / name)
+    for row in (first, last):
+        assert isinstance(row, data.ChatRow)
+        assert not row.warnings
+    assert isinstance(broken, data.RowError)
+    assert broken.problems[0].kind == "encoding"
+    assert broken.problems[0].field == "答案"
 
 
 @pytest.mark.parametrize(("text", "encoding"), [
-    ("Où est la fenêtre ? Déjà fermée", "latin-1"), ("Größe über Maß", "cp1252"), ("где мой заказ", "cp1251"),
-    ("訂單到哪裡了？謝謝您的幫忙", "big5"), ("ご注文はどこですか", "shift-jis"),
+    ("Où est la fenêtre ? Déjà fermée", "latin-1"),
+    ("Größe über Maß", "cp1252"),
+    ("где мой заказ", "cp1251"),
+    ("訂單到哪裡了？謝謝您的幫忙", "big5"),
+    ("ご注文はどこですか", "shift-jis"),
 ])  # fmt: skip
 def test_other_encodings_are_not_taken_for_chinese(tmp_path: Path, text: str, encoding: str) -> None:
-    (tmp_path / "a.jsonl").write_bytes(json_lines([{"question": text, "answer": "yes"}]).encode(encoding))
+    content = json_lines([{"question": text, "answer": "yes"}])
+    (tmp_path / "a.jsonl").write_bytes(content.encode(encoding))
     [row] = checked(tmp_path / "a.jsonl")
     assert isinstance(row, data.RowError), row
 
