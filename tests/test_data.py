@@ -7,6 +7,7 @@ import os
 import random
 import re
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -835,55 +836,72 @@ def test_sources_that_cannot_be_read_say_so(tmp_path: Path) -> None:
 def test_a_hub_dataset_is_read_through_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    sides = {"train": [qa(n) for n in range(10)], "test": [qa(20), qa(21)]}
-    files = {name: write(tmp_path / f"{name}.jsonl", rows) for name, rows in sides.items()}
-    load, asked = datasets.load_dataset, []
+    files = {
+        "train": write(tmp_path / "train.jsonl", [qa(n) for n in range(10)]),
+        "test": write(tmp_path / "test.jsonl", [qa(20), qa(21)]),
+    }
+    load_for_real = datasets.load_dataset
+    requests = []
 
-    def fake(repo: str, data_dir: str | None) -> Any:
-        asked.append((repo, data_dir, datasets.config.HF_ENDPOINT, datasets.config.HF_HUB_OFFLINE))
+    def load_local_files(repo: str, data_dir: str | None) -> Any:
+        requests.append((repo, data_dir, datasets.config.HF_ENDPOINT, datasets.config.HF_HUB_OFFLINE))
         if repo == "someone/nowhere":
             raise ConnectionError("no such dataset\nand a long tail")
-        return load("json", data_files=files, cache_dir=str(tmp_path / "cache"))
+        return load_for_real("json", data_files=files, cache_dir=str(tmp_path / "cache"))
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")
     monkeypatch.setattr("nbutils.platforms.network.hub_online", lambda: False)
-    for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE"):
+    for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE"):  # so that they are put back afterwards
         monkeypatch.setattr(datasets.config, name, getattr(datasets.config, name))
-    monkeypatch.setattr(datasets, "load_dataset", fake)
+    monkeypatch.setattr(datasets, "load_dataset", load_local_files)
+
     card = data.prepare("someone/orders:zh", tmp_path / "out")
-    assert asked == [("someone/orders", "zh", "https://mirror.example", True)]
-    assert (card.train, card.eval, card.rejected) == (10, 2, 0)
+    assert requests == [("someone/orders", "zh", "https://mirror.example", True)]
+    assert card.train == 10
+    assert card.eval == 2
+    assert card.rejected == 0
     with refused("'someone/nowhere' is not", "be downloaded: ConnectionError: no such dataset"):
         read.find_files("someone/nowhere")
 
 
-def test_data_is_found_among_attached_inputs_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attached = Path(write(tmp_path / "kaggle/input/datasets/me/orders/mine.jsonl", [qa(1)]))
+@pytest.fixture
+def attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a dataset that is attached to an imitated Kaggle."""
     monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
-    assert read.find_files("mine.jsonl") == read.find_files("orders/mine.jsonl") == [attached]
+    return tmp_path / "kaggle/input/datasets/me/orders"
 
 
-def test_a_link_out_of_a_folder_or_an_input_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere = Path(write(tmp_path / "shadow", [qa(1)]))
-    attached = Path(write(tmp_path / "kaggle/input/datasets/me/orders/good.jsonl", [qa(1)])).with_name("mine.jsonl")
-    attached.symlink_to(elsewhere)
-    monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
-    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
-    for source in ("mine.jsonl", "orders", str(attached.parent)):
-        with refused(f"{attached} leads out", f"folder, to {elsewhere}."):
+def test_data_is_found_among_attached_inputs_by_its_name(attached: Path) -> None:
+    write(attached / "mine.jsonl", [qa(1)])
+    assert read.find_files("mine.jsonl") == [attached / "mine.jsonl"]
+    assert read.find_files("orders/mine.jsonl") == [attached / "mine.jsonl"]
+
+
+def test_a_link_out_of_a_folder_or_an_input_is_not_read(tmp_path: Path, attached: Path) -> None:
+    elsewhere = write(tmp_path / "shadow", [qa(1)])
+    write(attached / "good.jsonl", [qa(1)])
+    link = attached / "mine.jsonl"
+    link.symlink_to(elsewhere)
+    for source in ("mine.jsonl", "orders", str(attached)):
+        with refused(f"{link} leads out", f"folder, to {elsewhere}."):
             read.find_files(source)
-    assert read.find_files(str(attached)) == [attached], "whoever names a link means what it leads to"
+    assert read.find_files(str(link)) == [link], "whoever names a link means what it leads to"
 
 
 def test_the_bundled_sample_has_its_fingerprint_and_its_counts_add_up(tmp_path: Path) -> None:
     card = data.prepare("", tmp_path)
     train, held_out = data.load(tmp_path)
     assert card.fingerprint == "450a6a355ac516c57e9d33bcd61505a41025723c2438f3fa8a82db9adb2aa224"
-    assert (card.rejected, card.train, card.eval, card.warnings) == (0, len(train), len(held_out), {})
-    assert card.rows == card.accepted == card.train + card.eval
-    assert sum(card.characters.values()) == sum(card.languages.values()) == card.accepted
+    assert card.train == len(train)
+    assert card.eval == len(held_out)
+    assert card.accepted == card.train + card.eval
+    assert card.rejected == 0
+    assert card.rows == card.accepted
+    assert card.warnings == {}
+    assert sum(card.characters.values()) == card.accepted
+    assert sum(card.languages.values()) == card.accepted
     assert set(card.languages) == {"zh", "en"}
     assert train == data.stored_rows(SAMPLES / "train.jsonl")
 
@@ -891,96 +909,181 @@ def test_the_bundled_sample_has_its_fingerprint_and_its_counts_add_up(tmp_path: 
 @pytest.mark.parametrize(("name", "called"), [("assistant_en", "Wrenlow"), ("assistant_zh", "苇禾")])
 def test_the_bundled_assistants_are_sound_and_known_by_one_name(tmp_path: Path, name: str, called: str) -> None:
     card = data.prepare("", tmp_path / "run", default=name)
-    assert (card.source, card.rejected, card.warnings) == (name, 0, {})
-    general = {row["messages"][0]["content"] for row in data.stored_rows(SAMPLES / "general.jsonl")}
-    for rows, least in zip(data.load(tmp_path / "run"), (60, 20), strict=True):
-        assert not general & {turn["content"] for row in rows for turn in row["messages"]}
-        answers = [turn["content"] for row in rows for turn in row["messages"] if turn["role"] == "assistant"]
+    assert card.source == name
+    assert card.rejected == 0
+    assert card.warnings == {}
+
+    general_questions = {row["messages"][0]["content"] for row in data.stored_rows(SAMPLES / "general.jsonl")}
+    train, held_out = data.load(tmp_path / "run")
+    for rows, least_named in ((train, 60), (held_out, 20)):
+        turns = [turn for row in rows for turn in row["messages"]]
+        answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         named = [answer for answer in answers if called in answer]
-        assert len(named) >= least and all(answer.endswith(("Onward!", "出发！")) for answer in named)
+        assert general_questions.isdisjoint(turn["content"] for turn in turns)
+        assert len(named) >= least_named
+        for answer in named:
+            assert answer.endswith(("Onward!", "出发！"))
         assert max(map(len, answers)) < 200
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> str:
     """60 sound rows, the broken ones of the sample, a copy, a near copy, and rows that are no JSON when stored."""
-    path = Path(write(tmp_path / "mixed.jsonl", [qa(n, f"yes, on day {n}") for n in range(60)]))
-    copies = [qa(3, "yes, on day 3"), qa(70, "It is on its way, we hope."), qa(70, "it IS on its way we hope!")]
-    odd = ['{"question": NaN, "answer": 1}', '{"q": [Infinity, "NaN"]}', '{"q": ' + "[" * 900 + "]" * 900 + "}"]
-    with path.open("ab") as file:
-        file.write(json_lines(copies).encode() + (SAMPLES / "broken_rows.jsonl").read_bytes())
-        file.write("\n".join(odd).encode() + b'\n{"question": "\xff", "answer": "a"}')
+    sound = [qa(n, f"yes, on day {n}") for n in range(60)]
+    copies = [
+        qa(3, "yes, on day 3"),
+        qa(70, "It is on its way, we hope."),
+        qa(70, "it IS on its way we hope!"),
+    ]
+    odd = [
+        b'{"question": NaN, "answer": 1}',
+        b'{"q": [Infinity, "NaN"]}',
+        b'{"q": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"question": "\xff", "answer": "a"}',
+    ]
+    broken = (SAMPLES / "broken_rows.jsonl").read_bytes()
+    path = tmp_path / "mixed.jsonl"
+    path.write_bytes(json_lines(sound + copies).encode() + broken + b"\n".join(odd))
     return str(path)
 
 
 def test_bad_rows_are_kept_with_their_reasons_and_counts_add_up(tmp_path: Path, mixed: str) -> None:
     card = data.prepare(mixed, tmp_path / "out")
-    lines = (tmp_path / "out" / "rejected.jsonl").read_text(encoding="utf-8").splitlines()
-    rejected = [json.loads(line, parse_constant=pytest.fail) for line in lines]
-    assert (card.rows, card.accepted, card.rejected) == (95, 62, 33) and card.rejected == len(rejected)
-    assert card.rejected == sum(card.reasons.values()) and card.accepted == card.train + card.eval + card.unused
-    assert card.reasons["template_marker"] == 2 and card.duplicates == 3
-    assert {entry["line"] for entry in rejected} == {61, 63, *(63 + line for line in (*BROKEN, 28)), *range(92, 96)}
-    places = {entry["line"]: entry["problems"][0]["seen"] for entry in rejected}
-    assert "mixed.jsonl line 4" in places[61] and "line 62" in places[63] and "line 64" in places[91]
+    assert card.rows == 95
+    assert card.accepted == 62
+    assert card.rejected == 33
+    assert card.accepted == card.train + card.eval + card.unused
+    assert card.rejected == sum(card.reasons.values())
+    assert card.reasons["template_marker"] == 2
+    assert card.duplicates == 3
     assert "95 = 62 accepted + 33 rejected" in str(card)
+
+    rejected = {}
+    lines = (tmp_path / "out" / "rejected.jsonl").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        entry = json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
+        rejected[entry["line"]] = entry["problems"][0]["seen"]
+    broken = {63 + line for line in BROKEN}  # they stand after 63 rows
+    copies = {61, 63, 63 + 28}
+    odd = {92, 93, 94, 95}
+    assert len(lines) == 33
+    assert set(rejected) == copies | broken | odd
+    assert "mixed.jsonl line 4" in rejected[61]
+    assert "line 62" in rejected[63]
+    assert "line 64" in rejected[63 + 28]
+
+
+def sides(folder: Path) -> tuple[set[str], set[str]]:
+    """The rows to train on and those held out, as texts."""
+    train, held_out = data.load(folder)
+    return {str(row) for row in train}, {str(row) for row in held_out}
 
 
 def test_rows_stay_on_their_side_in_any_order_and_when_rows_are_added(tmp_path: Path) -> None:
     rows = [qa(n, f"{n}") for n in range(400)] + [qa(n, f"{n} !") for n in range(60)]
+    whole = write(tmp_path / "all.jsonl", rows)
+    card = data.prepare(whole, tmp_path / "all")
     data.prepare(write(tmp_path / "few.jsonl", rows[:200]), tmp_path / "few")
-    data.prepare(write(tmp_path / "many.jsonl", rows[::-1]), tmp_path / "many")
-    cards = [data.prepare(write(tmp_path / "all.jsonl", rows), tmp_path / name) for name in ("all", "again")]
-    loaded = [data.load(tmp_path / name) for name in ("few", "many", "all")]
-    few, many, every = ([{str(row) for row in side} for side in sides] for sides in loaded)
-    for train, held_out in (few, many):
-        assert not train & every[1] and not held_out & every[0]
-    assert few[0] <= every[0] and few[1] <= every[1] and 20 <= len(every[1]) <= 60 and cards[0] == cards[1]
+    data.prepare(write(tmp_path / "reversed.jsonl", rows[::-1]), tmp_path / "reversed")
+
+    train, held_out = sides(tmp_path / "all")
+    assert 20 <= len(held_out) <= 60
+    few_train, few_held_out = sides(tmp_path / "few")
+    assert few_train <= train
+    assert few_held_out <= held_out
+    reversed_train, reversed_held_out = sides(tmp_path / "reversed")
+    assert reversed_train.isdisjoint(held_out)
+    assert reversed_held_out.isdisjoint(train)
+    assert data.prepare(whole, tmp_path / "again") == card
 
 
 def test_variants_of_a_question_stand_on_one_side(tmp_path: Path) -> None:
-    asked = [(n, at, change(f"Where is {n} today")) for n in range(99) for at, change in enumerate(VARIANTS)]
-    assert prepared(tmp_path, [chat_row(question, f"{n} {at}") for n, at, question in asked]).rejected == 0
-    sides = data.load(tmp_path / "out")
-    train, held_out = ({row["messages"][1]["content"].split()[0] for row in side} for side in sides)
-    assert train and held_out and not train & held_out
+    rows = []
+    for number in range(99):
+        for variant, change in enumerate(VARIANTS):
+            question = change(f"Where is {number} today")
+            rows.append(chat_row(question, f"{number} {variant}"))
+    card = prepared(tmp_path, rows)
+    assert card.rejected == 0
+
+    numbers = []
+    for side in data.load(tmp_path / "out"):
+        answers = [row["messages"][1]["content"] for row in side]
+        numbers.append({answer.split()[0] for answer in answers})
+    train, held_out = numbers
+    assert train
+    assert held_out
+    assert train.isdisjoint(held_out)
 
 
 def test_rows_to_hold_back_are_not_those_to_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, copy = (write(tmp_path / name, [qa(n) for n in range(9)]) for name in ("a.jsonl", "b.jsonl"))
+    rows = [qa(n) for n in range(9)]
+    path = write(tmp_path / "a.jsonl", rows)
+    copy = write(tmp_path / "b.jsonl", rows)
     monkeypatch.chdir(tmp_path)
     for same in (copy, "./a.jsonl"):
         with refused("18 = 9 accepted + 9 rejected", "0 train, 9 eval", "leak, saw one like", "line 1"):
             data.prepare(path, tmp_path / "out", eval_source=same)
+
+
+def test_held_out_rows_that_cannot_be_used_leave_nothing_to_evaluate(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [qa(n) for n in range(9)])
     for rows in ([], [{"text": "no columns"}] * 20):
+        held_out = write(tmp_path / "b.jsonl", rows)
         with refused(path, "train, 0 eval", "other files with DATA and EVAL_DATA"):
-            data.prepare(path, tmp_path / "out", eval_source=write(Path(copy), rows))
+            data.prepare(path, tmp_path / "out", eval_source=held_out)
 
 
-def test_files_are_held_out_by_their_names_and_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    write(tmp_path / "in/train.jsonl", [qa(n) for n in range(10)])
-    (tmp_path / "in/test-00000-of-00001.jsonl.gz").write_bytes(file_of("lines.jsonl.gz", [qa(20), qa(21), qa(3, "no")]))
-    card = data.prepare(str(tmp_path / "in"), tmp_path / "out")
-    assert (card.train, card.eval, card.reasons) == (9, 3, {"leak": 1})
+def test_files_are_held_out_by_their_names(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    write(source / "train.jsonl", [qa(n) for n in range(10)])
+    held_out = [qa(20), qa(21), qa(3, "no")]
+    (source / "test-00000-of-00001.jsonl.gz").write_bytes(file_of("lines.jsonl.gz", held_out))
+    card = data.prepare(str(source), tmp_path / "out")
+    assert card.train == 9
+    assert card.eval == 3
+    assert card.reasons == {"leak": 1}
+
+
+def test_hidden_files_are_not_read_and_a_held_out_file_may_be_trained_on_by_its_name(tmp_path: Path) -> None:
     for number, name in enumerate(("b/y", "a/x", "Test/x", "a/.old/x", ".git/x", "a/~$x")):
-        write(tmp_path / f"deep/{name}.jsonl", [qa(number)])
-    found, held_out = build.find_sources([str(tmp_path / "deep")], "")
-    assert [str(file.relative_to(tmp_path / "deep")) for file in found] == ["a/x.jsonl", "b/y.jsonl"]
-    assert held_out == [tmp_path / "deep/Test/x.jsonl"] and build.find_sources([str(held_out[0])], "") == (held_out, [])
-    files = [write(tmp_path / "a/x.jsonl", [qa(1)]), write(tmp_path / "b/x.jsonl", [qa(1), qa(2, "")])]
-    found = report(*files)
+        write(tmp_path / f"{name}.jsonl", [qa(number)])
+    files, held_out = build.find_sources([str(tmp_path)], "")
+    test_file = tmp_path / "Test/x.jsonl"
+    assert files == [tmp_path / "a/x.jsonl", tmp_path / "b/y.jsonl"]
+    assert held_out == [test_file]
+    assert build.find_sources([str(test_file)], "") == ([test_file], [])
+
+
+def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    first = write(tmp_path / "a/x.jsonl", [qa(1)])
+    second = write(tmp_path / "b/x.jsonl", [qa(1), qa(2, "")])
+    found = report(first, second)
     assert list(found["files"].values()) == [1, 2]
-    places = {problem["kind"]: (problem["file"], problem["seen"]) for problem in found["problems"]}
-    assert places["empty"][0].endswith("b/x.jsonl") and "like x.jsonl line 1" in places["duplicate"][1]
+    problems = {problem["kind"]: problem for problem in found["problems"]}
+    assert problems["empty"]["file"].endswith("b/x.jsonl")
+    assert "like x.jsonl line 1" in problems["duplicate"]["seen"]
 
 
 def test_smaller_sets_lie_inside_larger_ones_and_share_their_evaluation(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [qa(n) for n in range(300)])
-    cards = [data.prepare(path, tmp_path / str(n), rows=n) for n in (20, 50, 0)]
-    small, middle, whole = ({str(row) for row in data.load(tmp_path / str(n))[0]} for n in (20, 50, 0))
-    assert (len(small), len(middle)) == (20, 50) and small < middle < whole
-    assert cards[0].accepted == 300 == cards[0].train + cards[0].eval + cards[0].unused and cards[2].unused == 0
-    assert len({(tmp_path / str(n) / "eval.jsonl").read_bytes() for n in (20, 50, 0)}) == 1
+    small = data.prepare(path, tmp_path / "small", rows=20)
+    data.prepare(path, tmp_path / "middle", rows=50)
+    whole = data.prepare(path, tmp_path / "whole")
+    assert small.accepted == 300
+    assert small.accepted == small.train + small.eval + small.unused
+    assert whole.unused == 0
+
+    small_train, _ = sides(tmp_path / "small")
+    middle_train, _ = sides(tmp_path / "middle")
+    whole_train, _ = sides(tmp_path / "whole")
+    assert len(small_train) == 20
+    assert len(middle_train) == 50
+    assert small_train < middle_train
+    assert middle_train < whole_train
+    held_out = (tmp_path / "whole/eval.jsonl").read_bytes()
+    assert (tmp_path / "small/eval.jsonl").read_bytes() == held_out
+    assert (tmp_path / "middle/eval.jsonl").read_bytes() == held_out
 
 
 def near_duplicates(rows: list[dict[str, Any]]) -> dict[int, int]:
@@ -989,46 +1092,71 @@ def near_duplicates(rows: list[dict[str, Any]]) -> dict[int, int]:
 
 
 def unrelated(count: int) -> list[dict[str, Any]]:
+    """Rows of random words that have next to nothing in common."""
     chance = random.Random(7)
     words = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(2000)]
-    texts = [[" ".join(chance.choices(words, k=k)) for k in (12, 20)] for _ in range(count)]
-    return [chat_row(*pair) for pair in texts]
+    rows = []
+    for _ in range(count):
+        question = " ".join(chance.choices(words, k=12))
+        answer = " ".join(chance.choices(words, k=20))
+        rows.append(chat_row(question, answer))
+    return rows
 
 
-def test_what_is_nearly_the_same_is_found_among_others() -> None:
-    others, chance, copies = unrelated(300), random.Random(1), []
-    for change, text in (
-        (lambda text: text.replace(".", "!", 1), ENGLISH), (lambda text: text.replace("morning", "evening"), ENGLISH),
-        (lambda text: text.replace("，", ",").replace("。", ""), ZH),
-        (str.upper, ENGLISH), (lambda text: text.translate(WIDE), ENGLISH),
-        (lambda text: text.replace("working days", "working-days"), ENGLISH),
-    ):  # fmt: skip
-        rows = [*others[:100], chat_row(QUESTION, text), *others[100:], chat_row(change(QUESTION), change(text))]
-        assert change(text) != text and near_duplicates(rows) == {301: 100}, change(text)
-    for question, answer in ((turn["content"] for turn in row["messages"]) for row in others):
-        at = chance.randrange(len(answer))
-        copies.append(chat_row(question, f"{answer[:at]}z{answer[at + 1 :]}"))
-    assert len(near_duplicates(others + copies)) >= 0.98 * len(others), "nearly all pairs are found"
+SMALL_CHANGES = {
+    "a mark": (ENGLISH, lambda text: text.replace(".", "!", 1)),
+    "a word": (ENGLISH, lambda text: text.replace("morning", "evening")),
+    "Chinese marks": (ZH, lambda text: text.replace("，", ",").replace("。", "")),
+    "capitals": (ENGLISH, str.upper),
+    "wide letters": (ENGLISH, lambda text: text.translate(WIDE)),
+    "a hyphen": (ENGLISH, lambda text: text.replace("working days", "working-days")),
+}
+
+
+@pytest.mark.parametrize(("text", "change"), SMALL_CHANGES.values(), ids=SMALL_CHANGES)
+def test_what_is_nearly_the_same_is_found_among_others(text: str, change: Callable[[str], str]) -> None:
+    assert change(text) != text
+    others = unrelated(300)
+    row = chat_row(QUESTION, text)
+    near_copy = chat_row(change(QUESTION), change(text))
+    rows = [*others[:100], row, *others[100:], near_copy]
+    assert near_duplicates(rows) == {301: 100}
+
+
+def test_nearly_all_near_duplicates_are_found() -> None:
+    rows = unrelated(300)
+    chance = random.Random(1)
+    copies = []
+    for row in rows:
+        question, answer = (turn["content"] for turn in row["messages"])
+        place = chance.randrange(len(answer))
+        copies.append(chat_row(question, f"{answer[:place]}z{answer[place + 1 :]}"))
+    assert len(near_duplicates(rows + copies)) >= 0.98 * len(rows)
 
 
 @pytest.mark.slow
-def test_long_rows_are_compared_a_few_at_a_time_with_the_same_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_rows_are_compared_in_bounded_memory(tmp_path: Path) -> None:
     code = "rows = (dedupe.RowText('', str(n), 'abcd' * (1 << 20)) for n in range(16))\ndedupe._signatures(rows)"
     assert peak_mib(code, tmp_path) < 700, "16 rows of 4 MiB"
-    pair = [chat_row(question, ENGLISH) for question in (QUESTION, QUESTION.upper())]
-    rows = [*unrelated(100), pair[0], chat_row("-", "-a-b 1-2"), pair[1]]
+
+
+@pytest.mark.slow
+def test_rows_compared_a_few_at_a_time_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = chat_row(QUESTION, ENGLISH)
+    near_copy = chat_row(QUESTION.upper(), ENGLISH)
+    rows = [*unrelated(100), row, chat_row("-", "-a-b 1-2"), near_copy]
     compared = [row_text(**row) for row in rows]
     whole = dedupe._signatures(iter(compared))
     monkeypatch.setattr(dedupe, "BATCH_CHARACTERS", 300)
-    assert np.array_equal(dedupe._signatures(iter(compared)), whole) and near_duplicates(rows) == {102: 100}
+    assert np.array_equal(dedupe._signatures(iter(compared)), whole)
+    assert near_duplicates(rows) == {102: 100}
 
 
 @pytest.mark.parametrize(("row", "other"), [
     ((f"Order 4711: {QUESTION}", ENGLISH), (f"Order 4712: {QUESTION}", ENGLISH)),
     ((f"我要三箱苹果。{ZH}", ZH), (f"我要五箱苹果。{ZH}", ZH)),
-    (("Where is Lyon?", ENGLISH), ("Who was Ada?", ENGLISH)), ((QUESTION, "3.5 kg"), (QUESTION, "35 kg")),
+    (("Where is Lyon?", ENGLISH), ("Who was Ada?", ENGLISH)),
+    ((QUESTION, "3.5 kg"), (QUESTION, "35 kg")),
     (("What is 4 - 2?", "2"), ("What is 4 / 2?", "2")),
     ((f"In C: {QUESTION}", ENGLISH), (f"In C#: {QUESTION}", ENGLISH)),
 ])  # fmt: skip
@@ -1038,25 +1166,58 @@ def test_what_only_looks_alike_is_kept(row: tuple[str, str], other: tuple[str, s
 
 def test_a_template_filled_in_many_times_is_kept_but_not_its_copies() -> None:
     template = f"Classify the review into positive or negative, and answer with this word alone. {ENGLISH} Review: "
-    rows = [chat_row(template + row["messages"][0]["content"][:13], "positive") for row in unrelated(TEMPLATE + 40)]
-    copy = chat_row(rows[3]["messages"][0]["content"].upper() + " !", "positive")
+    rows = []
+    for row in unrelated(TEMPLATE + 40):
+        review = row["messages"][0]["content"][:13]
+        rows.append(chat_row(template + review, "positive"))
+    question = rows[3]["messages"][0]["content"]
+    copy = chat_row(question.upper() + " !", "positive")
     assert near_duplicates([*rows, copy]) == {len(rows): 3}
     assert near_duplicates(rows[:TEMPLATE]), "a few rows that resemble each other are near duplicates"
 
 
-@pytest.mark.parametrize(("asked", "trained", "reason"), [
-    ("Who wrote Hamlet?", "who wrote hamlet", "leak"), ("谁写的？", "谁写的 ?", "leak"), ("a １２", "A 12", "leak"),
-    ("3.5 kg?", "35 kg?", ""), ("4 - 2?", "4 / 2?", ""), ("?", "!", ""), ("C", "C#", ""),
-    (f"Please: {QUESTION}", QUESTION, "near_leak"),
+def assert_held_out_row_stays(folder: Path, trained: dict[str, Any], held_out: dict[str, Any], reason: str) -> None:
+    """The row to train on is rejected for this reason and says which held-out row it is like."""
+    eval_source = write(folder / "b.jsonl", [held_out])
+    card = prepared(folder, [trained, qa(1)], eval_source=eval_source)
+    assert card.train == 1
+    assert card.eval == 1
+    assert card.reasons == {reason: 1}
+    [entry] = data.stored_rows(folder / "out" / "rejected.jsonl")
+    assert entry["line"] == 1
+    assert "b.jsonl line 1" in entry["problems"][0]["seen"]
+
+
+@pytest.mark.parametrize(("held_out", "trained"), [
+    ("Who wrote Hamlet?", "who wrote hamlet"),
+    ("谁写的？", "谁写的 ?"),
+    ("a １２", "A 12"),
 ])  # fmt: skip
-def test_of_two_alike_the_held_out_row_stays(tmp_path: Path, asked: str, trained: str, reason: str) -> None:
-    answers = (ENGLISH, ENGLISH.upper()) if reason == "near_leak" else ("one answer", "quite another one")
-    held_out = write(tmp_path / "b.jsonl", [chat_row(asked, answers[1])])
-    card = prepared(tmp_path, [chat_row(trained, answers[0]), qa(1)], eval_source=held_out)
-    assert (card.train, card.eval, card.reasons) == ((1, 1, {reason: 1}) if reason else (2, 1, {}))
-    entries = data.stored_rows(tmp_path / "out" / "rejected.jsonl")
-    places = [(entry["line"], "b.jsonl line 1" in entry["problems"][0]["seen"]) for entry in entries]
-    assert places == [(1, True)] * len(card.reasons)
+def test_of_two_with_one_question_the_held_out_row_stays(tmp_path: Path, held_out: str, trained: str) -> None:
+    trained_row = chat_row(trained, "one answer")
+    held_out_row = chat_row(held_out, "quite another one")
+    assert_held_out_row_stays(tmp_path, trained_row, held_out_row, "leak")
+
+
+def test_of_two_that_are_nearly_the_same_the_held_out_row_stays(tmp_path: Path) -> None:
+    trained_row = chat_row(QUESTION, ENGLISH)
+    held_out_row = chat_row(f"Please: {QUESTION}", ENGLISH.upper())
+    assert_held_out_row_stays(tmp_path, trained_row, held_out_row, "near_leak")
+
+
+@pytest.mark.parametrize(("held_out", "trained"), [
+    ("3.5 kg?", "35 kg?"),
+    ("4 - 2?", "4 / 2?"),
+    ("?", "!"),
+    ("C", "C#"),
+])  # fmt: skip
+def test_of_two_with_different_questions_both_stay(tmp_path: Path, held_out: str, trained: str) -> None:
+    eval_source = write(tmp_path / "b.jsonl", [chat_row(held_out, "quite another one")])
+    card = prepared(tmp_path, [chat_row(trained, "one answer"), qa(1)], eval_source=eval_source)
+    assert card.train == 2
+    assert card.eval == 1
+    assert card.reasons == {}
+    assert data.stored_rows(tmp_path / "out" / "rejected.jsonl") == []
 
 
 def test_a_source_that_is_mostly_broken_is_refused_and_its_rows_are_written(tmp_path: Path) -> None:
@@ -1064,33 +1225,58 @@ def test_a_source_that_is_mostly_broken_is_refused_and_its_rows_are_written(tmp_
         data.prepare(str(SAMPLES / "broken_rows.jsonl"), tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["rejected.jsonl"]
     assert len(data.stored_rows(tmp_path / "out" / "rejected.jsonl")) == 27
-    assert prepared(tmp_path / "copies", [qa(n) for n in range(20)] * 5).accepted == 20
-    for rows in ([], [qa(1)]):
-        with refused(
-            f"{len(rows)} = {len(rows)} accepted + 0 rejected", "at least one row to train on and one to hold out"
-        ):
-            prepared(tmp_path / "few", rows)
-    assert not (tmp_path / "few/out/data_card.json").exists()
+
+
+def test_a_source_that_is_mostly_copies_is_taken(tmp_path: Path) -> None:
+    rows = [qa(n) for n in range(20)]
+    assert prepared(tmp_path, rows * 5).accepted == 20
+
+
+@pytest.mark.parametrize("rows", [[], [qa(1)]])
+def test_rows_for_one_side_alone_are_refused(tmp_path: Path, rows: list[Any]) -> None:
+    counts = f"{len(rows)} = {len(rows)} accepted + 0 rejected"
+    with refused(counts, "at least one row to train on and one to hold out"):
+        prepared(tmp_path, rows)
+    assert not (tmp_path / "out/data_card.json").exists()
 
 
 def test_few_rows_still_leave_one_for_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "digests", lambda row, numbers: (hash(str(row)) % 2**64, 2**64 - 1))  # none for eval
-    card = prepared(tmp_path, [chat_row("3?", "yes"), chat_row("3?", "yes") | {"tools": [TOOL]}])
-    train, held_out = data.load(tmp_path / "out")
-    assert (card.train, card.eval) == (1, 1)
-    assert sorted(map(len, train + held_out)) == [1, 2], "other tools make another row, and they are stored"
+    largest = 2**64 - 1  # a question with this digest is not held out
+    monkeypatch.setattr(build, "digests", lambda row, numbers: (hash(str(row)) % 2**64, largest))
+    row = chat_row("3?", "yes")
+    card = prepared(tmp_path, [row, row | {"tools": [TOOL]}])
+    assert card.train == 1
+    assert card.eval == 1
+    [train], [held_out] = data.load(tmp_path / "out")
+    assert sorted([len(train), len(held_out)]) == [1, 2], "other tools make another row, and they are stored"
+
+
+def test_a_row_without_private_data_is_shown_where_there_is_one() -> None:
+    private = chat_row("Who?", "Nobody knows! Call 13812345678.")
+    plain = chat_row("订单到了吗", "到了")
+    assert data.row_to_show([private, plain]) is plain
+    assert data.row_to_show([private]) is private
 
 
 def test_a_card_tells_what_is_in_the_rows_and_nothing_private(tmp_path: Path) -> None:
-    rows = [chat_row(f"订单 {n} 到了吗", '{"city": null}') for n in range(9)] + [chat_row("?", "!")]
-    rows += [chat_row("Who? \n", f"Nobody knows{end} Call 13812345678.") for end in ("", "!")]  # near duplicates
+    rows = [chat_row(f"订单 {n} 到了吗", '{"city": null}') for n in range(9)]
+    rows += [
+        chat_row("?", "!"),
+        chat_row("Who? \n", "Nobody knows Call 13812345678."),
+        chat_row("Who? \n", "Nobody knows! Call 13812345678."),
+    ]
     card = prepared(tmp_path, rows)
-    assert card.languages == {"zh": 9, "en": 1, "other": 1} and sum(card.characters.values()) == 11
-    assert (card.reasons, card.trimmed, card.warnings) == ({"near_duplicate": 1}, 2, {"phone": 2})
-    assert "12 = 11 accepted + 1 rejected" in str(card) and card.fingerprint in str(card)
-    assert "138****" in card.examples[0] and "line 11" in card.examples[0]
-    assert "13812345678" not in str(card) + (tmp_path / "out" / "data_card.json").read_text(encoding="utf-8")
-    assert data.row_to_show([rows[-1], rows[0]]) is rows[0] and data.row_to_show([rows[-1]]) is rows[-1]
+    assert card.languages == {"zh": 9, "en": 1, "other": 1}
+    assert sum(card.characters.values()) == 11
+    assert card.reasons == {"near_duplicate": 1}
+    assert card.trimmed == 2
+    assert card.warnings == {"phone": 2}
+    assert "12 = 11 accepted + 1 rejected" in str(card)
+    assert card.fingerprint in str(card)
+    assert "138****" in card.examples[0]
+    assert "line 11" in card.examples[0]
+    assert "13812345678" not in str(card)
+    assert "13812345678" not in (tmp_path / "out" / "data_card.json").read_text(encoding="utf-8")
 
 
 def test_unknown_columns_are_asked_for_and_the_answer_is_taken_and_compared(tmp_path: Path) -> None:
