@@ -1281,45 +1281,68 @@ def test_a_card_tells_what_is_in_the_rows_and_nothing_private(tmp_path: Path) ->
 
 def test_unknown_columns_are_asked_for_and_the_answer_is_taken_and_compared(tmp_path: Path) -> None:
     odd = [{"标题": "发票 13812345678", "正文": f"订单 {n} 什么时候开？", "回复": f"第 {n} 天。"} for n in range(9)]
-    path, columns = write(tmp_path / "a.jsonl", odd), "user=标题+正文, assistant=回复"
+    path = write(tmp_path / "a.jsonl", odd)
     with refused("0 train, 0 eval", "标题, 正文, 回复", "COLUMNS = ") as caught:
         data.prepare(path, tmp_path / "out")
     assert "13812345678" not in str(caught.value)
+
     card = data.prepare(path, tmp_path / "out", columns="user = 标题 + 正文, assistant=回复")
-    assert (card.accepted, card.warnings) == (9, {"phone": 9})
-    assert data.prepare(path, tmp_path / "out") == data.prepare(path, tmp_path / "out", columns=columns) == card
+    assert card.accepted == 9
+    assert card.warnings == {"phone": 9}
+    assert data.prepare(path, tmp_path / "out") == card
+    assert data.prepare(path, tmp_path / "out", columns="user=标题+正文, assistant=回复") == card, "spaces say nothing"
     with refused("already holds data made from other input", "user = 标题 + 正文"):
         data.prepare(path, tmp_path / "out", columns="user=正文, assistant=回复")
 
 
 def test_finished_data_is_reused_and_never_exchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, other = (write(tmp_path / f"{n}.jsonl", [qa(i) for i in range(n)]) for n in (30, 40))
-    first = data.prepare(path, tmp_path / "out", default="assistant_en")
-    before = (tmp_path / "out" / "train.jsonl").stat().st_mtime_ns
-    assert first.source == path and data.prepare(path, tmp_path / "out") == first
-    assert data.prepare("", tmp_path / "out", default="assistant_en") == first
-    assert (tmp_path / "out" / "train.jsonl").stat().st_mtime_ns == before
+    out = tmp_path / "out"
+    path = write(tmp_path / "30.jsonl", [qa(n) for n in range(30)])
+    other = write(tmp_path / "40.jsonl", [qa(n) for n in range(40)])
+    first = data.prepare(path, out, default="assistant_en")
+    assert first.source == path
+
+    time_written = (out / "train.jsonl").stat().st_mtime_ns
+    assert data.prepare(path, out) == first
+    assert data.prepare("", out, default="assistant_en") == first
+    assert (out / "train.jsonl").stat().st_mtime_ns == time_written
     assert "nothing is repeated" in capsys.readouterr().out
-    for source, settings in ((other, {}), (path, {"rows": 5}), ("", {"eval_source": other})):
-        with refused("already holds data made from other input", "RUN_NAME"):
-            data.prepare(source, tmp_path / "out", **settings)
-    os.remove(path)  # the machine it was on is gone
-    assert data.prepare(path, tmp_path / "out") == first
+
+    with refused("already holds data made from other input", "RUN_NAME"):
+        data.prepare(other, out)
+    with refused("already holds data made from other input", "RUN_NAME"):
+        data.prepare(path, out, rows=5)
+    with refused("already holds data made from other input", "RUN_NAME"):
+        data.prepare("", out, eval_source=other)
+
+
+def test_finished_data_is_reused_where_its_source_is_gone(tmp_path: Path) -> None:
+    first = prepared(tmp_path, [qa(n) for n in range(30)])
+    os.remove(first.source)
+    assert data.prepare(first.source, tmp_path / "out") == first
     with refused("Correct the path"):
         data.prepare(str(tmp_path / "c.jsonl"), tmp_path / "out")
-    file = tmp_path / "out" / "data_card.json"  # a card of an earlier version
-    new = ("columns", "near", "repair", "warnings", "examples", "problems")
-    old = {name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name not in new}
-    old |= {"licence": "unstated", "lent": 0}
-    file.write_text(json.dumps(old), encoding="utf-8")
-    assert data.prepare(path, tmp_path / "out").fingerprint == first.fingerprint
+
+
+def test_a_card_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    card = prepared(tmp_path, [qa(n) for n in range(30)])
+    file = tmp_path / "out" / "data_card.json"
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    for new in ("columns", "near", "repair", "warnings", "examples", "problems"):
+        del fields[new]
+    fields |= {"licence": "unstated", "lent": 0}
+    file.write_text(json.dumps(fields), encoding="utf-8")
+    os.remove(card.source)
+    assert data.prepare(card.source, tmp_path / "out").fingerprint == card.fingerprint
 
 
 def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, out = [qa(n) for n in range(30)], tmp_path / "out"
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    rows = [qa(n) for n in range(30)]
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
         patch.setattr(build, "write_json", Mock(side_effect=KeyboardInterrupt))
-        prepared(tmp_path, rows)
+        with pytest.raises(KeyboardInterrupt):
+            prepared(tmp_path, rows)
     (out / "train.jsonl").write_text("half a ro", encoding="utf-8")
     with refused("the data is not prepared"):
         data.load(out)
@@ -1328,109 +1351,165 @@ def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = Mock(side_effect=OSError(28, "No space left on device"))
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device"):
-        patch.setattr(os, "fsync", full)
-        data.prepare("", tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space left on device"):
+            data.prepare("", tmp_path / "out")
     assert os.listdir(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("damage", ["edit", "cut", "remove", "card"])
+@pytest.mark.parametrize("damage", ["edited", "cut", "removed", "card cut"])
 def test_files_that_are_not_the_ones_of_the_card_are_not_trusted(tmp_path: Path, damage: str) -> None:
+    out = tmp_path / "out"
     path = prepared(tmp_path, [qa(n) for n in range(30)]).source
-    file = tmp_path / "out" / ("data_card.json" if damage == "card" else "train.jsonl")
+    file = out / ("data_card.json" if damage == "card cut" else "train.jsonl")
     text = file.read_text(encoding="utf-8")
-    file.write_text(text.replace("yes", "no ", 1) if damage == "edit" else text[: len(text) // 2], encoding="utf-8")
-    if damage == "remove":
+    if damage == "edited":
+        file.write_text(text.replace("yes", "no ", 1), encoding="utf-8")
+    elif damage == "removed":
         file.unlink()
-    for use in (data.verify, data.load, lambda out: data.prepare(path, out)):
-        with refused("are not the ones its card describes", "RUN_NAME"):
-            use(tmp_path / "out")
+    else:
+        file.write_text(text[: len(text) // 2], encoding="utf-8")
+
+    with refused("are not the ones its card describes", "RUN_NAME"):
+        data.verify(out)
+    with refused("are not the ones its card describes", "RUN_NAME"):
+        data.load(out)
+    with refused("are not the ones its card describes", "RUN_NAME"):
+        data.prepare(path, out)
 
 
 def run(*words: str | Path) -> Result:
+    """`nbutils data check *words`"""
     return CliRunner().invoke(app, ["data", "check", *map(str, words)])
 
 
 def report(*words: str | Path) -> dict[str, Any]:
     """The JSON of a check whose counts add up."""
     result = run(*words, "--json")
-    found = json.loads(result.stdout)
-    assert result.exit_code == int(not found["accepted"]), result.output
-    assert found["rows"] == found["accepted"] + found["rejected"] == sum(found["files"].values())
-    assert sum(found["reasons"].values()) == found["rejected"]
-    return found
+    counts = json.loads(result.stdout)
+    assert result.exit_code == (0 if counts["accepted"] else 1), result.output
+    assert counts["rows"] == counts["accepted"] + counts["rejected"]
+    assert counts["rows"] == sum(counts["files"].values())
+    assert counts["rejected"] == sum(counts["reasons"].values())
+    return counts
 
 
 def test_in_chinese_every_line_of_a_check_is_chinese_and_kinds_stay_codes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NBUTILS_LANG", "zh")
-    words = ("-m", "nbutils", "data", "check", SAMPLES / "broken_rows.jsonl", "--rejected", tmp_path / "bad.jsonl")
-    for line in filter(None, python(*words, home=tmp_path).stdout.splitlines()):
-        said = re.sub("（.*）|python -m .*", "", line)  # without what the row holds, and commands
-        assert re.search("[\u4e00-\u9fff]", said) and not re.search("[a-z]{2,} [a-z]{2,}", said), line
-    rejected = data.stored_rows(tmp_path / "bad.jsonl")
-    assert {row["line"]: row["problems"][0]["kind"] for row in rejected}.items() >= {
-        line: kind for line, (kind, _) in BROKEN.items()
-    }.items()
+    command = ("-m", "nbutils", "data", "check", SAMPLES / "broken_rows.jsonl", "--rejected", tmp_path / "bad.jsonl")
+    shown = python(*command, home=tmp_path).stdout
+    for line in shown.splitlines():
+        prose = re.sub("（.*）|python -m .*", "", line)  # without what the row holds, and commands
+        if line:
+            assert re.search("[\u4e00-\u9fff]", prose), line
+            assert not re.search("[a-z]{2,} [a-z]{2,}", prose), line
+
+    kinds = {row["line"]: row["problems"][0]["kind"] for row in data.stored_rows(tmp_path / "bad.jsonl")}
+    for line, (kind, _) in BROKEN.items():
+        assert kinds[line] == kind
 
 
-def test_a_check_counts_everything_and_writes_what_is_asked_for(tmp_path: Path, mixed: str) -> None:
-    found, shown = report(mixed), run(mixed).stdout
-    assert (found["rows"], found["accepted"], found["files"]) == (95, 62, {"mixed.jsonl": 95})
-    first = next(problem for problem in found["problems"] if problem["kind"] == "malformed_json")
-    assert (first["file"], first["line"], first["field"]) == ("mixed.jsonl", 65, "character 113")
-    assert {problem["kind"] for problem in found["problems"]} >= set(found["reasons"])
-    assert "= 62 accepted + 33 rejected" in shown and "line 65, character 113: malformed_json" in shown
+def test_a_check_counts_everything(mixed: str) -> None:
+    counts = report(mixed)
+    assert counts["rows"] == 95
+    assert counts["accepted"] == 62
+    assert counts["files"] == {"mixed.jsonl": 95}
+    kinds = [problem["kind"] for problem in counts["problems"]]
+    assert set(kinds) >= set(counts["reasons"])
+    first = counts["problems"][kinds.index("malformed_json")]
+    assert first["file"] == "mixed.jsonl"
+    assert first["line"] == 65
+    assert first["field"] == "character 113"
+    assert "near_duplicate" in counts["reasons"]
+    assert "near_duplicate" not in report(mixed, "--near", "0")["reasons"]
+
+    shown = run(mixed).stdout
+    assert "= 62 accepted + 33 rejected" in shown
+    assert "line 65, character 113: malformed_json" in shown
     assert "--rejected" in shown
-    assert "near_duplicate" in found["reasons"] and "near_duplicate" not in report(mixed, "--near", "0")["reasons"]
-    out, rejected = tmp_path / "out", tmp_path / "bad" / "rows.jsonl"
-    assert report(mixed, "--out", out, "--rejected", rejected)["reasons"] == found["reasons"]
-    assert len(data.stored_rows(rejected)) == 33 and rejected.read_bytes() == (out / "rejected.jsonl").read_bytes()
+
+
+def test_a_check_writes_what_is_asked_for(tmp_path: Path, mixed: str) -> None:
+    out = tmp_path / "out"
+    rejected = tmp_path / "bad" / "rows.jsonl"
+    written = report(mixed, "--out", out, "--rejected", rejected)
+    assert written["reasons"] == report(mixed)["reasons"]
+    assert len(data.stored_rows(rejected)) == 33
+    assert rejected.read_bytes() == (out / "rejected.jsonl").read_bytes()
     card = data.verify(out)
-    assert card.train + card.eval == 62 and data.prepare(mixed, out) == card, "a lesson can go on with it"
+    assert card.train + card.eval == 62
+    assert data.prepare(mixed, out) == card, "a lesson can go on with it"
     assert run(mixed, "--out", out).exit_code == 1, "prepared data is not overwritten"
-    found = report(write(tmp_path / "a.jsonl", [{"text": "no columns"}]), "--out", tmp_path / "none")
-    assert os.listdir(tmp_path / "none") == ["rejected.jsonl"]
+
+
+def test_a_check_that_accepts_no_row_writes_the_rejected_ones_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"text": "no columns"}])
+    report(path, "--out", tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == ["rejected.jsonl"]
 
 
 def test_every_rejected_row_can_be_found(tmp_path: Path) -> None:
     rows: list[Any] = [qa(n, f"yes, on day {n}") for n in range(20)]
-    rows[2], rows[5], rows[8], rows[11] = (qa(n, "") for n in range(30, 34))
-    rows[14] = {"messages": [{"role": "boss", "content": ""}, {"role": "user", "content": ""}]}  # several reasons
+    for index in (2, 5, 8, 11):
+        rows[index] = qa(30 + index, "")
+    two_faults = [{"role": "boss", "content": ""}, {"role": "user", "content": ""}]
+    rows[14] = {"messages": two_faults}
     path = write(tmp_path / "a.jsonl", rows)
+
     shown = run(path).stdout
-    assert all(f"a.jsonl line {line}," in shown for line in (3, 6, 9, 15)) and "empty 4" in shown
+    assert "empty 4" in shown
+    for line in (3, 6, 9, 15):  # three of one kind, and the other
+        assert f"a.jsonl line {line}," in shown
     assert re.search("5 rejected rows.*--rejected FILE", shown)
-    bad, out = tmp_path / "bad.jsonl", tmp_path / "out"
-    assert re.search(f"5 rejected rows.*{bad}", run(path, "--rejected", bad).stdout)
-    assert re.search(f"5 rejected rows.*{out / 'rejected.jsonl'}", run(path, "--out", out).stdout)
+
+    rejected = tmp_path / "bad.jsonl"
+    shown = run(path, "--rejected", rejected).stdout
+    assert re.search(f"5 rejected rows.*{rejected}", shown)
+    out = tmp_path / "out"
+    shown = run(path, "--out", out).stdout
+    assert re.search(f"5 rejected rows.*{out / 'rejected.jsonl'}", shown)
 
 
 def test_a_lesson_names_the_rejected_rows_too(tmp_path: Path) -> None:
-    card = prepared(tmp_path, [qa(n, "" if n < 5 else f"yes, on day {n}") for n in range(20)])
-    shown = card.rejected_text("out/rejected.jsonl")
-    assert all(f"a.jsonl line {line}," in shown for line in (1, 2, 3)) and "out/rejected.jsonl" in shown
-    assert "rejected.jsonl" not in data.prepare("", tmp_path / "sample").rejected_text("rejected.jsonl")
+    empty = [qa(n, "") for n in range(5)]
+    sound = [qa(n, f"yes, on day {n}") for n in range(5, 20)]
+    shown = prepared(tmp_path, empty + sound).rejected_text("out/rejected.jsonl")
+    assert "out/rejected.jsonl" in shown
+    for line in (1, 2, 3):
+        assert f"a.jsonl line {line}," in shown
+
+
+def test_a_lesson_names_no_file_of_rejected_rows_where_there_are_none(tmp_path: Path) -> None:
+    card = data.prepare("", tmp_path)
+    assert "rejected.jsonl" not in card.rejected_text("rejected.jsonl")
+
+
+def plan_command(shown: str) -> str:
+    """The command a check suggests, without `python -m nbutils`."""
+    [command] = re.findall(r"python -m nbutils (plan --rows \d+ --mean-length \d+)", shown)
+    return command
 
 
 @pytest.mark.parametrize("name", ["assistant_en", "assistant_zh"])
 def test_rows_and_mean_length_are_given_as_plan_wants_them(name: str) -> None:
-    folder, lines = SAMPLES / name, {}
-    for words in ((folder,), (folder, "--model", "tiny")):
-        shown = run(*words).stdout
-        assert ("estimate; --model NAME" in shown) == (len(words) == 1)
-        [lines[len(words)]] = [line for line in shown.splitlines() if "nbutils plan" in line]
-    command = re.search(r"python -m nbutils (plan --rows 102 --mean-length (\d+))", lines[1])
-    assert command and 45 < int(command[2]) < 65, "55 and 51 tokens of Qwen2.5"
-    assert CliRunner().invoke(app, command[1].split()).exit_code == 0
-    lengths = report(folder, "--model", "tiny")["lengths"]
-    assert f"--rows 102 --mean-length {lengths['mean']}" in lines[3]
+    folder = SAMPLES / name
+    estimated = run(folder).stdout
+    assert "estimate; --model NAME" in estimated
+    command = plan_command(estimated).split()
+    assert command[:3] == ["plan", "--rows", "102"]
+    assert 45 < int(command[-1]) < 65, "55 and 51 tokens of Qwen2.5"
+    assert CliRunner().invoke(app, command).exit_code == 0
+
     tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
     rows = data.stored_rows(folder / "train.jsonl") + data.stored_rows(folder / "eval.jsonl")
-    counted = filter_by_length(tokenizer, rows, 0).lengths
-    assert lengths["mean"] == round(sum(counted) / len(rows))
+    mean = round(sum(filter_by_length(tokenizer, rows, 0).lengths) / len(rows))
+    measured = run(folder, "--model", "tiny").stdout
+    assert "estimate; --model NAME" not in measured
+    assert plan_command(measured) == f"plan --rows 102 --mean-length {mean}"
+    assert report(folder, "--model", "tiny")["lengths"]["mean"] == mean
 
 
 def test_too_few_held_out_rows_are_told_before_anything_is_trained(tmp_path: Path) -> None:
@@ -1438,85 +1517,138 @@ def test_too_few_held_out_rows_are_told_before_anything_is_trained(tmp_path: Pat
     card = data.prepare(path, tmp_path / "out")
     assert card.eval < evidence.LEAST_ROWS
     for shown in (str(card), run(path).stdout):
-        assert f"[WARN] held-out rows: {card.eval}." in shown and "EVAL_DATA" in shown and "cross-valid" in shown
+        assert f"[WARN] held-out rows: {card.eval}." in shown
+        assert "EVAL_DATA" in shown
+        assert "cross-valid" in shown
     assert "WARN" not in str(data.prepare("", tmp_path / "sample"))
 
 
 def test_what_held_out_rows_can_prove_follows_from_the_test_of_lesson_04() -> None:
-    def p(turned: int) -> float:  # of answers that all turned right
-        return paired_share_difference([0] * turned, [1] * turned).p
+    def p_if_all_turned_right(answers: int) -> float:
+        return paired_share_difference([0] * answers, [1] * answers).p
 
-    assert p(evidence.LEAST_TURNED) < evidence.ALPHA < p(evidence.LEAST_TURNED - 1)
+    assert p_if_all_turned_right(evidence.LEAST_TURNED) < evidence.ALPHA
+    assert p_if_all_turned_right(evidence.LEAST_TURNED - 1) > evidence.ALPHA
     assert evidence.LEAST_ROWS == evidence.LEAST_TURNED + 1, "one answer may stay as it was"
     assert evidence.remark(evidence.FEW_ROWS) == ""
     remark = evidence.remark(14)
-    assert "held-out rows: 14. 7 answers" in remark and "EVAL_DATA" in remark
+    assert "held-out rows: 14. 7 answers" in remark
+    assert "EVAL_DATA" in remark
 
 
-def test_no_repair_and_only_json_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [qa(n) for n in range(5)] + [qa(9, "订单已经发货了，请放心。".encode().decode("latin-1"))]
-    path = write(tmp_path / "latin.jsonl", rows)
-    monkeypatch.setattr(check, "find_sources", lambda *_: (print("downloading"), ([Path(path)], []))[1])
-    assert report(path)["warnings"] == {"mojibake": 1} and "downloading" in run(path, "--json").stderr
+GARBLED = "订单已经发货了，请放心。".encode().decode("latin-1")
+
+
+def test_a_check_repairs_unless_it_is_told_not_to(tmp_path: Path) -> None:
+    path = write(tmp_path / "latin.jsonl", [*(qa(n) for n in range(5)), qa(9, GARBLED)])
+    assert report(path)["warnings"] == {"mojibake": 1}
     assert report(path, "--no-repair")["reasons"] == {"mojibake": 1}
+
+
+def test_what_a_library_prints_during_a_check_is_not_among_its_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", [qa(n) for n in range(5)])
+
+    def print_and_find(*_: Any) -> tuple[list[Path], list[Path]]:
+        print("downloading")
+        return [Path(path)], []
+
+    monkeypatch.setattr(check, "find_sources", print_and_find)
+    result = run(path, "--json")
+    assert "downloading" in result.stderr
+    assert json.loads(result.stdout)["rows"] == 5
 
 
 def test_bad_rows_never_stop_a_check_and_columns_are_asked_for_masked(tmp_path: Path) -> None:
     rows = [{"title": f"Order {n}?", "mail": "a@b.cn", "reply": "yes", "13812345678": ""} for n in range(9)]
     path = write(tmp_path / "a.jsonl", rows)
-    found, shown = report(path), run(path).stdout
-    assert (found["accepted"], found["columns"]) == (0, ["title", "mail", "reply", "138****"])
-    assert "COLUMNS = " in shown and "9 = 0 accepted" in shown and "nbutils plan" not in shown
-    assert not [text for text in (shown, json.dumps(found)) if "13812345678" in text or "a@b.cn" in text]
+    counts = report(path)
+    assert counts["accepted"] == 0
+    assert counts["columns"] == ["title", "mail", "reply", "138****"]
+
+    shown = run(path).stdout
+    assert "COLUMNS = " in shown
+    assert "9 = 0 accepted" in shown
+    assert "nbutils plan" not in shown
+    for text in (shown, json.dumps(counts)):
+        assert "13812345678" not in text
+        assert "a@b.cn" not in text
+
     assert report(path, "--columns", "user=title+mail, assistant=reply")["warnings"] == {"email": 9}
-    assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
+    assert os.listdir(tmp_path) == ["a.jsonl"], "a check writes nothing unasked"
+
+
+def assert_fails_with_a_message(result: Result) -> None:
+    assert result.exit_code == 1
+    assert "[FAIL]" in result.stderr
+    assert result.stdout == ""
 
 
 def test_a_check_that_cannot_be_made_ends_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    result = run(tmp_path / "missing.jsonl", "--json")
-    assert result.exit_code == 1 and "[FAIL]" in result.stderr and result.stdout == ""
     path = write(tmp_path / "a.jsonl", [qa(n) for n in range(20)])
-    (tmp_path / "file").touch()
-    options = [["--columns", "what is this"], ["--max-length", "9"], ["--out", tmp_path / "file"]]
-    options += [["--rejected", tmp_path], ["--model", tmp_path / "no model"]]
-    for words in options:
-        result = run(path, *words)
-        assert result.exit_code == 1 and "[FAIL]" in result.stderr and result.stdout == "", words
+    a_file = tmp_path / "file"
+    a_file.touch()
+    assert_fails_with_a_message(run(tmp_path / "missing.jsonl", "--json"))
+    assert_fails_with_a_message(run(path, "--columns", "what is this"))
+    assert_fails_with_a_message(run(path, "--max-length", "9"))
+    assert_fails_with_a_message(run(path, "--out", a_file))
+    assert_fails_with_a_message(run(path, "--rejected", tmp_path))
+    assert_fails_with_a_message(run(path, "--model", tmp_path / "no model"))
 
 
-@pytest.mark.parametrize("mine", ["train.jsonl", "rejected.jsonl", ".hidden", "link"])
-def test_files_of_mine_are_refused_and_left_alone(tmp_path: Path, mixed: str, mine: str) -> None:
-    out = tmp_path / "mine"
-    out.mkdir()
-    (out / mine).symlink_to(tmp_path / "elsewhere") if mine == "link" else (out / mine).write_text("years of work")
-    for words in (["--out", out], ["--rejected", out / mine]):
-        assert run(mixed, *words).exit_code == 1
-    assert os.listdir(out) == [mine] and not (tmp_path / "elsewhere").exists()
-    assert mine == "link" or (out / mine).read_text() == "years of work"
+@pytest.mark.parametrize("name", ["train.jsonl", "rejected.jsonl", ".hidden"])
+def test_files_of_mine_are_refused_and_left_alone(tmp_path: Path, mixed: str, name: str) -> None:
+    mine = tmp_path / "mine" / name
+    mine.parent.mkdir()
+    mine.write_text("years of work")
+    assert run(mixed, "--out", mine.parent).exit_code == 1
+    assert run(mixed, "--rejected", mine).exit_code == 1
+    assert os.listdir(mine.parent) == [name]
+    assert mine.read_text() == "years of work"
+
+
+def test_a_link_of_mine_is_refused_and_not_followed(tmp_path: Path, mixed: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    mine = tmp_path / "mine" / "link"
+    mine.parent.mkdir()
+    mine.symlink_to(elsewhere)
+    assert run(mixed, "--out", mine.parent).exit_code == 1
+    assert run(mixed, "--rejected", mine).exit_code == 1
+    assert os.listdir(mine.parent) == ["link"]
+    assert not elsewhere.exists()
 
 
 def test_rows_over_the_limit_are_counted(tmp_path: Path) -> None:
-    rows = [chat_row(f"Is order {n} on its way?", "yes " * (400 if n == 7 else 1)) for n in range(20)]
+    rows = [qa(n) for n in range(20)]
+    rows[7] = qa(7, "yes " * 400)
     path = write(tmp_path / "a.jsonl", rows)
     lengths = report(path, "--model", "tiny", "--max-length", "128")["lengths"]
-    assert (lengths["over"], lengths["max_length"]) == (1, 128) and lengths["longest"] > 328
+    assert lengths["over"] == 1
+    assert lengths["max_length"] == 128
+    assert lengths["longest"] > 328
     assert report(path, "--model", SAMPLES / "tiny_base", "--max-length", "128")["lengths"] == lengths
     shown = f"lengths      mean {lengths['mean']}, longest {lengths['longest']}\n"
     assert shown in run(path, "--model", "tiny").stdout, "no limit"
+
+
+def test_rows_that_are_all_over_the_limit_are_refused_with_what_the_model_can_take() -> None:
     tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
     with refused(f"up to {tokenizer.model_max_length} tokens (SET", 'SET = "sft.max_length=1024"'):
         filter_by_length(tokenizer, [chat_row("?", "yes " * 2000)], 128)
 
 
-def test_the_name_of_a_file_does_not_steer_the_terminal(tmp_path: Path, capsys: Any) -> None:
+def test_the_name_of_a_file_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / f"rows{ESCAPES}.jsonl"
-    file.write_text("".join(f"{json.dumps(qa(n))}\n" for n in range(30)) + "{broken\n", encoding="utf-8")
+    file.write_text(json_lines([qa(n) for n in range(30)]) + "{broken\n", encoding="utf-8")
     shown = run(file).output
-    assert "rows" in shown and not steers(shown)
+    assert "rows" in shown
+    assert not steers(shown)
     assert report(file)["files"] == {file.name: 31}, "a program reads the name as it is"
     assert not steers(run(file, "--json").output)
     print(data.prepare(str(file), tmp_path / "out"))
     with refused("Correct the path") as caught:
         data.prepare(str(tmp_path / f"none{ESCAPES}.jsonl"), tmp_path / "other")
-    assert not steers(capsys.readouterr().out + str(caught.value))
+    assert not steers(str(caught.value))
+    assert not steers(capsys.readouterr().out)
