@@ -123,7 +123,6 @@ ASKED = {"role": "user", "content": "天气?"}
 SEARCH = {"function": {"name": "search", "arguments": {"q": "天气"}}, "type": "function"}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [SEARCH]}
 RESULT = {"role": "tool", "content": "晴", "name": "search", "tool_call_id": "1"}
-RESULT_OF_FUNCTION = {**RESULT, "role": "function"}
 ANSWERED = {"role": "assistant", "content": "今天晴。"}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 IN_TEXT = {"type": "function", "function": {"name": "search", "arguments": json.dumps({"q": "天气"})}}
@@ -152,9 +151,18 @@ SOUND = {  # languages with accents, and the punctuation that makes them look br
     "ja": "横浜・浜松、「こんにちは」——浜辺の浜",
 }
 WIDE = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
-VARIANTS = [str, str.upper, "{} !!".format, lambda text: text.replace(" ", "，"), lambda text: text.translate(WIDE)]
-ENGLISH = "The parcel was handed to the carrier this morning and should arrive within two working days. You will get a "
-ENGLISH += "message with a link as soon as the driver is near your street, and you can still change the address there."
+VARIANTS = [
+    str,
+    str.upper,
+    "{} !!".format,
+    lambda text: text.replace(" ", "，"),
+    lambda text: text.translate(WIDE),
+]
+ENGLISH = (
+    "The parcel was handed to the carrier this morning and should arrive within two working days. "
+    "You will get a message with a link as soon as the driver is near your street, "
+    "and you can still change the address there."
+)
 MIB = 1 << 20
 ZH = "包裹今天早上已交给快递公司，预计会在后天下午送到您家。送达之前您会收到一条短信，里面有改地址的链接，请放心。"
 QUESTION = "Hello, I ordered a kettle for my mother last week and nobody told me when it comes. When will it arrive?"
@@ -184,10 +192,17 @@ def test_every_known_shape_becomes_the_same_messages(raw: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("history", [[["a", "b"]], json.dumps([["a", "b"]])])
 def test_columns_beside_question_and_answer_are_taken(history: Any) -> None:
-    raw = {"system": "短", "instruction": "c", "input": "    x", "output": "\n    d\n", "history": history}
+    raw = {
+        "system": "短",
+        "instruction": "c",
+        "input": "    x",
+        "output": "\n    d\n",
+        "history": history,
+    }
     row = accepted(raw)
+    roles = [message["role"] for message in row.messages]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
     assert texts(row) == ["短", "a", "b", "c\n    x", "    d"]
-    assert [message["role"] for message in row.messages] == ["system", "user", "assistant", "user", "assistant"]
 
 
 THOUGHT = "<think>\n想\n</think>\n\n今天晴。"
@@ -205,12 +220,21 @@ def test_reasoning_stands_once_before_the_answer(raw: dict[str, Any]) -> None:
     assert texts(accepted(raw))[1] == THOUGHT
 
 
-@pytest.mark.parametrize("raw", [
-    {"messages": [ASKED, CALLED, RESULT, ANSWERED], "tools": [TOOL]},
-    {"messages": json.dumps([ASKED, CALLED, RESULT, ANSWERED]), "tools": json.dumps([TOOL])},
-    {"messages": [ASKED, {**CALLED, "tool_calls": [IN_TEXT]}, RESULT_OF_FUNCTION, ANSWERED], "tools": [TOOL]},
-    {"messages": [ASKED, {**CALLED, "tool_calls": json.dumps([SEARCH])}, RESULT, ANSWERED], "tools": [TOOL]},
-])  # fmt: skip
+CALLS = {
+    "as they are": {"messages": [ASKED, CALLED, RESULT, ANSWERED], "tools": [TOOL]},
+    "all as text": {"messages": json.dumps([ASKED, CALLED, RESULT, ANSWERED]), "tools": json.dumps([TOOL])},
+    "calls as text": {
+        "messages": [ASKED, {**CALLED, "tool_calls": json.dumps([SEARCH])}, RESULT, ANSWERED],
+        "tools": [TOOL],
+    },
+    "arguments as text, the result of a function": {
+        "messages": [ASKED, {**CALLED, "tool_calls": [IN_TEXT]}, {**RESULT, "role": "function"}, ANSWERED],
+        "tools": [TOOL],
+    },
+}
+
+
+@pytest.mark.parametrize("raw", CALLS.values(), ids=CALLS)
 def test_calls_and_tools_as_openai_writes_them_are_taken(raw: Any) -> None:
     row = accepted(raw)
     assert row.messages == [ASKED, {**CALLED, "content": ""}, RESULT, ANSWERED]
@@ -500,12 +524,18 @@ def file_of(name: str, rows: list[Any]) -> bytes:
 
 
 @pytest.mark.parametrize("name", [
-    "lines.jsonl", "lines.json", "array.json", "flat.json", "bom.jsonl", "bom.csv", "semicolon.csv", "a.tsv",
-    "a.parquet", "lines.jsonl.gz", "lines.jsonl.zst", "array.json.zst", "a.csv.gz",
-    "array.jsonl", "flat.jsonl", "wide.csv", "wide.tsv.gz", "wide.json",
+    "lines.jsonl", "lines.json", "lines.jsonl.gz", "lines.jsonl.zst",
+    "array.json", "array.jsonl", "array.json.zst", "flat.json", "flat.jsonl",
+    "a.csv", "a.csv.gz", "a.tsv", "semicolon.csv", "bom.csv", "bom.jsonl",
+    "wide.csv", "wide.tsv.gz", "wide.json",
+    "a.parquet",
 ])  # fmt: skip
 def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
-    rows = [qa(1, "yes,\n是"), qa(2, "[no]; not"), qa(3, "{maybe}")]
+    rows = [
+        qa(1, "yes,\n是"),
+        qa(2, "[no]; not"),
+        qa(3, "{maybe}"),
+    ]
     (tmp_path / name).write_bytes(file_of(name, rows))
     read_texts = [texts(row) for row in checked(tmp_path / name)]
     assert read_texts == [list(row.values()) for row in rows]
@@ -796,16 +826,19 @@ def test_chinese_is_read_whatever_it_was_saved_as(tmp_path: Path, name: str, enc
 @pytest.mark.parametrize("name", ["a.csv", "lines.jsonl"])
 @pytest.mark.parametrize("byte", [b"\xff", b"\xe4", b"\x80", b"\xb0", b"\xc4\xe3"])
 def test_a_broken_line_of_utf8_spoils_its_own_row_only(tmp_path: Path, name: str, byte: bytes) -> None:
-    lines = file_of(name, CHINESE[:1] * 3).splitlines()
-    lines[-2] = lines[-2].replace("正".encode(), byte)
+    rows = CHINESE[:1] * 3
+    *before, broken_line, last_line = file_of(name, rows).splitlines()
+    broken_line = broken_line.replace("正".encode(), byte)
+    lines = [*before, broken_line, last_line]
     (tmp_path / name).write_bytes(b"\n".join(lines))
     first, broken, last = checked(tmp_path / name)
     for row in (first, last):
         assert isinstance(row, data.ChatRow)
         assert not row.warnings
     assert isinstance(broken, data.RowError)
-    assert broken.problems[0].kind == "encoding"
-    assert broken.problems[0].field == "答案"
+    [problem] = broken.problems
+    assert problem.kind == "encoding"
+    assert problem.field == "答案"
 
 
 @pytest.mark.parametrize(("text", "encoding"), [
@@ -1058,9 +1091,9 @@ def test_hidden_files_are_not_read_and_a_held_out_file_may_be_trained_on_by_its_
 def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
     first = write(tmp_path / "a/x.jsonl", [qa(1)])
     second = write(tmp_path / "b/x.jsonl", [qa(1), qa(2, "")])
-    found = report(first, second)
-    assert list(found["files"].values()) == [1, 2]
-    problems = {problem["kind"]: problem for problem in found["problems"]}
+    counts = report(first, second)
+    assert list(counts["files"].values()) == [1, 2]
+    problems = {problem["kind"]: problem for problem in counts["problems"]}
     assert problems["empty"]["file"].endswith("b/x.jsonl")
     assert "like x.jsonl line 1" in problems["duplicate"]["seen"]
 
@@ -1115,10 +1148,11 @@ SMALL_CHANGES = {
 
 @pytest.mark.parametrize(("text", "change"), SMALL_CHANGES.values(), ids=SMALL_CHANGES)
 def test_what_is_nearly_the_same_is_found_among_others(text: str, change: Callable[[str], str]) -> None:
-    assert change(text) != text
-    others = unrelated(300)
+    changed = change(text)
+    assert changed != text
     row = chat_row(QUESTION, text)
-    near_copy = chat_row(change(QUESTION), change(text))
+    near_copy = chat_row(change(QUESTION), changed)
+    others = unrelated(300)
     rows = [*others[:100], row, *others[100:], near_copy]
     assert near_duplicates(rows) == {301: 100}
 
@@ -1212,8 +1246,10 @@ def test_of_two_that_are_nearly_the_same_the_held_out_row_stays(tmp_path: Path) 
     ("C", "C#"),
 ])  # fmt: skip
 def test_of_two_with_different_questions_both_stay(tmp_path: Path, held_out: str, trained: str) -> None:
-    eval_source = write(tmp_path / "b.jsonl", [chat_row(held_out, "quite another one")])
-    card = prepared(tmp_path, [chat_row(trained, "one answer"), qa(1)], eval_source=eval_source)
+    trained_row = chat_row(trained, "one answer")
+    held_out_row = chat_row(held_out, "quite another one")
+    eval_source = write(tmp_path / "b.jsonl", [held_out_row])
+    card = prepared(tmp_path, [trained_row, qa(1)], eval_source=eval_source)
     assert card.train == 2
     assert card.eval == 1
     assert card.reasons == {}
@@ -1234,21 +1270,31 @@ def test_a_source_that_is_mostly_copies_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [[], [qa(1)]])
 def test_rows_for_one_side_alone_are_refused(tmp_path: Path, rows: list[Any]) -> None:
-    counts = f"{len(rows)} = {len(rows)} accepted + 0 rejected"
-    with refused(counts, "at least one row to train on and one to hold out"):
+    count = len(rows)
+    with refused(
+        f"{count} = {count} accepted + 0 rejected",
+        "at least one row to train on and one to hold out",
+    ):
         prepared(tmp_path, rows)
     assert not (tmp_path / "out/data_card.json").exists()
 
 
 def test_few_rows_still_leave_one_for_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 2**64 - 1  # a question with this digest is not held out
-    monkeypatch.setattr(build, "digests", lambda row, numbers: (hash(str(row)) % 2**64, largest))
+
+    def digests(row: data.ChatRow, numbers: bool) -> tuple[int, int]:
+        return hash(str(row)) % 2**64, largest
+
+    monkeypatch.setattr(build, "digests", digests)
     row = chat_row("3?", "yes")
-    card = prepared(tmp_path, [row, row | {"tools": [TOOL]}])
+    with_tools = row | {"tools": [TOOL]}
+    card = prepared(tmp_path, [row, with_tools])
     assert card.train == 1
     assert card.eval == 1
     [train], [held_out] = data.load(tmp_path / "out")
-    assert sorted([len(train), len(held_out)]) == [1, 2], "other tools make another row, and they are stored"
+    columns = [set(train), set(held_out)]
+    assert {"messages"} in columns, "other tools make another row"
+    assert {"messages", "tools"} in columns, "and they are stored"
 
 
 def test_a_row_without_private_data_is_shown_where_there_is_one() -> None:
