@@ -21,26 +21,42 @@ def bundled() -> Any:
     return AutoTokenizer.from_pretrained(TINY_MODEL)
 
 
-def test_the_bundled_files_are_what_the_generator_writes(tmp_path: Path) -> None:
-    python(ROOT / ".ci/samples.py", tmp_path, home=tmp_path)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the generator writes."""
+    folder = tmp_path_factory.mktemp("samples")
+    python(ROOT / ".ci/samples.py", folder, home=folder)
+    return folder
+
+
+def test_the_bundled_rows_are_what_the_generator_writes_and_no_ticket_is_there_twice(made: Path) -> None:
     tickets = []
     for name in ("train.jsonl", "eval.jsonl"):
-        assert (SAMPLES / name).read_bytes() == (tmp_path / name).read_bytes(), f"{name}: run python .ci/samples.py"
-        tickets += [json.loads(line)["messages"][1]["content"] for line in (tmp_path / name).read_text().splitlines()]
-    assert len(tickets) == len(set(tickets)) == 920
+        content = (made / name).read_bytes()
+        assert (SAMPLES / name).read_bytes() == content, f"{name}: run python .ci/samples.py"
+        for line in content.decode().splitlines():
+            _, answer = json.loads(line)["messages"]
+            tickets.append(answer["content"])
+    assert len(tickets) == 920
+    assert len(set(tickets)) == 920
     assert set(json.loads(tickets[0])) == {"intent", "item", "count", "city", "day"}
 
-    texts = "pretraining.jsonl.gz"
-    made, kept = ((folder / texts).read_bytes() for folder in (tmp_path, SAMPLES))
-    assert gzip.decompress(made) == gzip.decompress(kept), f"{texts}: run python .ci/samples.py"
-    assert kept[4:8] == bytes(4), "no time in it"
+
+def test_the_bundled_pretraining_text_is_what_the_generator_writes(made: Path) -> None:
+    name = "pretraining.jsonl.gz"
+    bundled_file = (SAMPLES / name).read_bytes()
+    text = gzip.decompress((made / name).read_bytes())
+    assert gzip.decompress(bundled_file) == text, f"{name}: run python .ci/samples.py"
+    assert bundled_file[4:8] == bytes(4), "no time in it"
 
 
 def test_the_pretraining_text_never_changes_and_never_shows_a_ticket() -> None:
     texts = list(corpus.pretraining_texts(3000, 1))
     digest = hashlib.sha256("".join(texts).encode()).hexdigest()
     assert digest == "0e076bf51dcc0a96708bbad2cfe422127959a6d7dad0425d240d1cfdf1fcd7b2"
-    assert not any('{"' in text or '"intent":' in text for text in texts)
+    for text in texts:
+        assert '{"' not in text
+        assert '"intent":' not in text
 
 
 def test_the_chat_template_of_the_tiny_model_writes_the_dialogues_of_its_text(bundled: Any) -> None:
@@ -63,9 +79,13 @@ def test_the_bundled_model_is_small_and_answers_in_prose(bundled: Any) -> None:
     def answer(question: str) -> str:
         turns = [{"role": "user", "content": question}]
         prompt = bundled.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-        generated = model.generate(**prompt, max_new_tokens=40, do_sample=False)
-        return bundled.decode(generated[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        [generated] = model.generate(**prompt, max_new_tokens=40, do_sample=False)
+        prompt_length = prompt["input_ids"].shape[1]
+        return bundled.decode(generated[prompt_length:], skip_special_tokens=True)
 
-    shop = answer("请周五给我送三箱苹果到杭州。")
-    assert all(word in shop for word in ("三箱苹果", "杭州", "周五")) and "{" not in shop
+    reply = answer("请周五给我送三箱苹果到杭州。")
+    assert "三箱苹果" in reply
+    assert "杭州" in reply
+    assert "周五" in reply
+    assert "{" not in reply, "a ticket is what lesson 03 teaches"
     assert answer("Repeat: rice 7 Paris") == "rice 7 Paris"

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -28,20 +29,34 @@ from nbutils.data.texts import find_private, mask
 from nbutils.evaluation.scores import paired_share_difference
 from nbutils.files import SAMPLES
 
-_M = "messages"
 BROKEN = {  # line of broken_rows.jsonl -> (kind, field)
-    2: ("malformed_json", "character 113"), 3: ("malformed_json", "character 2"), 4: ("wrong_type", "the row"),
-    5: ("unknown_columns", "the columns"), 6: ("missing_field", "output"), 7: ("empty", "answer"),
-    8: ("wrong_type", "答案"), 9: ("empty", f"{_M}[1]"), 10: ("wrong_type", _M),
-    11: ("missing_field", f"{_M}[0].content"), 12: ("unknown_role", "conversations[0].from"),
-    13: ("role_order", f"{_M}[0]"), 14: ("role_order", f"{_M}[1]"), 15: ("no_assistant", f"{_M}[0]"),
-    16: ("no_assistant", f"{_M}[2]"), 17: ("template_marker", "prompt"), 18: ("template_marker", "answer"),
-    19: ("control_character", "answer"), 20: ("mojibake", "答案"),
-    21: ("ambiguous_columns", "the columns"), 22: ("unknown_columns", "the columns"),
-    23: ("mojibake", "answer"), 24: ("role_order", f"{_M}[1]"),
-    25: ("missing_field", f"{_M}[1].tool_calls[0].function.name"),
-    26: ("malformed_json", f"{_M}[1].tool_calls[0].function.arguments"), 27: ("unsupported_field", "images"),
-}  # fmt: skip
+    2: ("malformed_json", "character 113"),
+    3: ("malformed_json", "character 2"),
+    4: ("wrong_type", "the row"),
+    5: ("unknown_columns", "the columns"),
+    6: ("missing_field", "output"),
+    7: ("empty", "answer"),
+    8: ("wrong_type", "答案"),
+    9: ("empty", "messages[1]"),
+    10: ("wrong_type", "messages"),
+    11: ("missing_field", "messages[0].content"),
+    12: ("unknown_role", "conversations[0].from"),
+    13: ("role_order", "messages[0]"),
+    14: ("role_order", "messages[1]"),
+    15: ("no_assistant", "messages[0]"),
+    16: ("no_assistant", "messages[2]"),
+    17: ("template_marker", "prompt"),
+    18: ("template_marker", "answer"),
+    19: ("control_character", "answer"),
+    20: ("mojibake", "答案"),
+    21: ("ambiguous_columns", "the columns"),
+    22: ("unknown_columns", "the columns"),
+    23: ("mojibake", "answer"),
+    24: ("role_order", "messages[1]"),
+    25: ("missing_field", "messages[1].tool_calls[0].function.name"),
+    26: ("malformed_json", "messages[1].tool_calls[0].function.arguments"),
+    27: ("unsupported_field", "images"),
+}
 
 
 def qa(number: int, answer: str = "yes") -> dict[str, str]:
@@ -71,27 +86,36 @@ def checked(path: Path | str) -> list[data.ChatRow | data.RowError]:
     return [data.check_row(row) for row in data.read_rows(path)]
 
 
-def texts(row: Any) -> list[str]:
+def texts(row: data.ChatRow | data.RowError) -> list[str]:
+    assert isinstance(row, data.ChatRow), row
     return [message["content"] for message in row.messages]
 
 
-def chat(raw: Any, mapping: str = "") -> data.ChatRow:
+def accepted(raw: Any, mapping: str = "") -> data.ChatRow:
+    """The row as a conversation; it must be a sound one."""
     row = data.check_row(data.Row("row", 1, raw), mapping)
     assert isinstance(row, data.ChatRow), row
     return row
 
 
-def test_each_broken_row_of_the_sample_is_named_and_hides_no_other(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = checked(SAMPLES / "broken_rows.jsonl")
-    errors = [row for row in rows if isinstance(row, data.RowError)]
-    assert {e.line: (e.problems[0].kind, e.problems[0].field) for e in errors} == BROKEN
-    assert [row.line for row in rows if isinstance(row, data.ChatRow)] == [1, 28]
-    assert all(problem.todo and problem.seen for error in errors for problem in error.problems)
-    data.show_problems(errors)
-    data.show(data.Row("a", 1, {"问": "13812345678?", "reply": "yes"}), "user=问, assistant=reply")
-    data.show(data.Row("a", 7, {"question": ""}))
-    shown = capsys.readouterr().out
-    assert "line 2, character 113" in shown and "138****?\nassistant: yes" in shown and "a line 7, answer" in shown
+def errors_of(rows: list[Any]) -> list[data.RowError]:
+    return [row for row in rows if isinstance(row, data.RowError)]
+
+
+def test_each_broken_row_of_the_sample_is_named_and_hides_no_other() -> None:
+    first_problems = {}
+    sound_lines = []
+    for row in checked(SAMPLES / "broken_rows.jsonl"):
+        if isinstance(row, data.ChatRow):
+            sound_lines.append(row.line)
+            continue
+        first = row.problems[0]
+        first_problems[row.line] = (first.kind, first.field)
+        for problem in row.problems:
+            assert problem.todo
+            assert problem.seen
+    assert first_problems == BROKEN
+    assert sound_lines == [1, 28]
 
 
 PAIR = chat_row("你好", "您好")["messages"]
@@ -99,13 +123,27 @@ ASKED = {"role": "user", "content": "天气?"}
 SEARCH = {"function": {"name": "search", "arguments": {"q": "天气"}}, "type": "function"}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [SEARCH]}
 RESULT = {"role": "tool", "content": "晴", "name": "search", "tool_call_id": "1"}
-SAID = {"role": "assistant", "content": "今天晴。"}
+ANSWERED = {"role": "assistant", "content": "今天晴。"}
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 IN_TEXT = {"type": "function", "function": {"name": "search", "arguments": json.dumps({"q": "天气"})}}
+
+
+def test_what_is_shown_has_its_place_and_nothing_private(capsys: pytest.CaptureFixture[str]) -> None:
+    data.show_problems(errors_of(checked(SAMPLES / "broken_rows.jsonl")))
+    data.show(data.Row("a", 1, {"问": "13812345678?", "reply": "yes"}), "user=问, assistant=reply")
+    data.show(data.Row("a", 7, {"question": ""}))
+    shown = capsys.readouterr().out
+    assert "line 2, character 113" in shown
+    assert "138****?\nassistant: yes" in shown
+    assert "a line 7, answer" in shown
+
+
 CHINESE = [
-    {"问题": "我的订单到哪里了？", "答案": "您好，正在路上，预计明天下午送达。"}, {"问题": "玫瑰", "答案": "鹦鹉"},
-    {"问题": "退款要多久", "答案": "一般三个工作日内到账。"}, {"问题": "ok", "答案": "ok"},
-]  # fmt: skip
+    {"问题": "我的订单到哪里了？", "答案": "您好，正在路上，预计明天下午送达。"},
+    {"问题": "玫瑰", "答案": "鹦鹉"},
+    {"问题": "退款要多久", "答案": "一般三个工作日内到账。"},
+    {"问题": "ok", "答案": "ok"},
+]
 SOUND = {  # languages with accents, and the punctuation that makes them look broken byte by byte
     "fr": "« L’été, déjà ? » « café » «\xa0fiancé\xa0» l'œuvre, voilà… où ça – “né” à Noël, naïf, ÇA, «\xa0à\xa0» É…",
     "pt": "NÃO, amanhã… “MAÇÃ” «AMANHû «irmã» nº 3, São Paulo – “pão”, à noite, AÇÃO, “É”",
@@ -113,156 +151,265 @@ SOUND = {  # languages with accents, and the punctuation that makes them look br
     "ja": "横浜・浜松、「こんにちは」——浜辺の浜",
 }
 WIDE = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
-VARIANTS = [str, str.upper, "{} !!".format, lambda text: text.replace(" ", "，"), lambda text: text.translate(WIDE)]
-ENGLISH = "The parcel was handed to the carrier this morning and should arrive within two working days. You will get a "
-ENGLISH += "message with a link as soon as the driver is near your street, and you can still change the address there."
+VARIANTS = [
+    str,
+    str.upper,
+    "{} !!".format,
+    lambda text: text.replace(" ", "，"),
+    lambda text: text.translate(WIDE),
+]
+ENGLISH = (
+    "The parcel was handed to the carrier this morning and should arrive within two working days. "
+    "You will get a message with a link as soon as the driver is near your street, "
+    "and you can still change the address there."
+)
+MIB = 1 << 20
 ZH = "包裹今天早上已交给快递公司，预计会在后天下午送到您家。送达之前您会收到一条短信，里面有改地址的链接，请放心。"
 QUESTION = "Hello, I ordered a kettle for my mother last week and nobody told me when it comes. When will it arrive?"
 
 
-@pytest.mark.parametrize("raw", [
-    {"messages": PAIR}, {"messages": json.dumps(PAIR)}, {"prompt": PAIR[:1], "completion": PAIR[1:]},
-    {"messages": PAIR, "system": " ", "tools": ""},
-    {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "您好"}]},
-    {"prompt": "你好", "prompt_id": "7", "messages": PAIR}, {"q": "你好", "a": "您好"},
-    {"instruction": "你好", "input": "", "output": "您好", "history": [], "text": "whole", "prompt": "whole"},
-    {"指令": "你好", "输入": None, "输出": "您好"}, {"问题": "你好", "答案": "您好"}, {"用户": "你好", "助手": "您好"},
-    {"\ufeffQuestion ": "你好", " ANSWER": "您好", "": 7, "Reasoning Content": ""},
-    {"question": "\n \n你好 \r\n", "answer": "您好\n"},
-])  # fmt: skip
+SHAPES = {
+    "messages": {"messages": PAIR},
+    "messages as text": {"messages": json.dumps(PAIR)},
+    "messages and empty columns": {"messages": PAIR, "system": " ", "tools": ""},
+    "messages and a prompt": {"prompt": "你好", "prompt_id": "7", "messages": PAIR},
+    "turns of prompt and completion": {"prompt": PAIR[:1], "completion": PAIR[1:]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "你好"}, {"from": "gpt", "value": "您好"}]},
+    "q and a": {"q": "你好", "a": "您好"},
+    "alpaca": {"instruction": "你好", "input": "", "output": "您好", "history": [], "text": "whole", "prompt": "whole"},
+    "alpaca in Chinese": {"指令": "你好", "输入": None, "输出": "您好"},
+    "question and answer in Chinese": {"问题": "你好", "答案": "您好"},
+    "user and assistant in Chinese": {"用户": "你好", "助手": "您好"},
+    "odd headings": {"\ufeffQuestion ": "你好", " ANSWER": "您好", "": 7, "Reasoning Content": ""},
+    "space around the text": {"question": "\n \n你好 \r\n", "answer": "您好\n"},
+}
+
+
+@pytest.mark.parametrize("raw", SHAPES.values(), ids=SHAPES)
 def test_every_known_shape_becomes_the_same_messages(raw: dict[str, Any]) -> None:
-    assert chat(raw).messages == PAIR
+    assert accepted(raw).messages == PAIR
 
 
 @pytest.mark.parametrize("history", [[["a", "b"]], json.dumps([["a", "b"]])])
 def test_columns_beside_question_and_answer_are_taken(history: Any) -> None:
-    row = chat({"system": "短", "instruction": "c", "input": "    x", "output": "\n    d\n", "history": history})
+    raw = {
+        "system": "短",
+        "instruction": "c",
+        "input": "    x",
+        "output": "\n    d\n",
+        "history": history,
+    }
+    row = accepted(raw)
+    roles = [message["role"] for message in row.messages]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
     assert texts(row) == ["短", "a", "b", "c\n    x", "    d"]
-    assert [message["role"] for message in row.messages] == ["system", "user", "assistant", "user", "assistant"]
-    whole = "<think>\n想\n</think>\n\n今天晴。"  # reasoning stands before the answer
-    apart = {"messages": [ASKED, {**SAID, "reasoning_content": "想\n"}]}
-    column = {"question": "天气?", "Complex_CoT": "想", "response": "今天晴。"}
-    both = {"question": "天气?", "answer": whole, "思考过程": "想"}
-    assert [texts(chat(raw))[1] for raw in (apart, column, both)] == [whole] * 3
 
 
-@pytest.mark.parametrize("raw", [
-    {"messages": [ASKED, CALLED, RESULT, SAID], "tools": [TOOL]},
-    {"messages": json.dumps([ASKED, CALLED, RESULT, SAID]), "tools": json.dumps([TOOL])},
-    {"messages": [ASKED, {**CALLED, "tool_calls": [IN_TEXT]}, {**RESULT, "role": "function"}, SAID], "tools": [TOOL]},
-    {"messages": [ASKED, {**CALLED, "tool_calls": json.dumps([SEARCH])}, RESULT, SAID], "tools": [TOOL]},
-])  # fmt: skip
+THOUGHT = "<think>\n想\n</think>\n\n今天晴。"
+
+
+WITH_REASONING = {
+    "in the turn": {"messages": [ASKED, {**ANSWERED, "reasoning_content": "想\n"}]},
+    "in a column": {"question": "天气?", "Complex_CoT": "想", "response": "今天晴。"},
+    "in a column and in the answer": {"question": "天气?", "answer": THOUGHT, "思考过程": "想"},
+}
+
+
+@pytest.mark.parametrize("raw", WITH_REASONING.values(), ids=WITH_REASONING)
+def test_reasoning_stands_once_before_the_answer(raw: dict[str, Any]) -> None:
+    assert texts(accepted(raw))[1] == THOUGHT
+
+
+CALLS = {
+    "as they are": {"messages": [ASKED, CALLED, RESULT, ANSWERED], "tools": [TOOL]},
+    "all as text": {"messages": json.dumps([ASKED, CALLED, RESULT, ANSWERED]), "tools": json.dumps([TOOL])},
+    "calls as text": {
+        "messages": [ASKED, {**CALLED, "tool_calls": json.dumps([SEARCH])}, RESULT, ANSWERED],
+        "tools": [TOOL],
+    },
+    "arguments as text, the result of a function": {
+        "messages": [ASKED, {**CALLED, "tool_calls": [IN_TEXT]}, {**RESULT, "role": "function"}, ANSWERED],
+        "tools": [TOOL],
+    },
+}
+
+
+@pytest.mark.parametrize("raw", CALLS.values(), ids=CALLS)
 def test_calls_and_tools_as_openai_writes_them_are_taken(raw: Any) -> None:
-    row = chat(raw)
-    assert row.messages == [ASKED, {**CALLED, "content": ""}, RESULT, SAID] and row.tools == [TOOL] and not row.trimmed
+    row = accepted(raw)
+    assert row.messages == [ASKED, {**CALLED, "content": ""}, RESULT, ANSWERED]
+    assert row.tools == [TOOL]
+    assert not row.trimmed
 
 
-def called_with(listed: Any = None, **arguments: Any) -> dict[str, Any]:
-    arguments = listed or arguments
-    return {"messages": [ASKED, {**CALLED, "tool_calls": [{"function": {"name": "a", "arguments": arguments}}]}]}
+def called_with(arguments: Any) -> dict[str, Any]:
+    """A row whose answer calls a tool with these arguments."""
+    call = {"function": {"name": "a", "arguments": arguments}}
+    return {"messages": [ASKED, {**CALLED, "tool_calls": [call]}]}
 
 
-def said(answer: Any) -> dict[str, Any]:
+def with_answer(answer: Any) -> dict[str, Any]:
     return {"question": "a", "answer": answer}
 
 
+DEEP_LIST = json.loads("[" * 900 + "]" * 900)
+
+
 @pytest.mark.parametrize(("raw", "kind", "field"), [
-    ({"messages": []}, "empty", "messages"), ({"messages": ["hello"]}, "wrong_type", "messages[0]"),
+    ({"messages": []}, "empty", "messages"),
+    ({"messages": ["hello"]}, "wrong_type", "messages[0]"),
     ({"messages": [{"content": "hello"}]}, "missing_field", "messages[0].role"),
+    ({"messages": "[{"}, "malformed_json", "messages"),
     ({"instruction": "a", "input": 0, "output": "b"}, "wrong_type", "input"),
-    (said("b") | {"history": [["c", "d", "e"]]}, "wrong_type", "history[0]"),
-    (said("b") | {"system": 0}, "wrong_type", "system"), (said("b") | {"tools": [5]}, "wrong_type", "tools[0]"),
-    (said("b") | {"tools": [{"name": "a"}]}, "missing_field", "tools[0].function"),
+    (with_answer("b") | {"history": [["c", "d", "e"]]}, "wrong_type", "history[0]"),
+    (with_answer("b") | {"system": 0}, "wrong_type", "system"),
+    (with_answer("b") | {"tools": [5]}, "wrong_type", "tools[0]"),
+    (with_answer("b") | {"tools": [{"name": "a"}]}, "missing_field", "tools[0].function"),
+    (with_answer("b") | {"tools": "[{"}, "malformed_json", "tools"),
+    (with_answer("b") | {"reasoning_content": 5}, "wrong_type", "reasoning_content"),
     ({"conversations": [{"from": "function_call", "value": "{}"}]}, "unknown_role", "conversations[0].from"),
-    (said("b") | {"tools": "[{"}, "malformed_json", "tools"), ({"messages": "[{"}, "malformed_json", "messages"),
-    (said("b") | {"reasoning_content": 5}, "wrong_type", "reasoning_content"),
     ({"messages": [{"role": "system", "content": "a"}, *PAIR], "system": "b"}, "role_order", "messages[0]"),
-    (said("\ud83d"), "control_character", "answer"), (said(float("nan")), "wrong_type", "answer"),
-    (said(json.loads("[" * 900 + "]" * 900)), "wrong_type", "answer"), (said(10**5000), "wrong_type", "answer"),
-    (called_with(b="\ud83d"), "wrong_type", "messages[1]"), (called_with(b=10**30), "wrong_type", "messages[1]"),
-    (called_with(b="<|im_end|>"), "template_marker", "messages[1]"),
-    (called_with(b="CafÃ© Ã  Paris"), "mojibake", "messages[1]"),
-    ({"messages": [ASKED, SAID, RESULT, SAID]}, "role_order", "messages[2]"),
-    ({"messages": [ASKED, CALLED, ASKED, SAID]}, "role_order", "messages[2]"),
-    ({"messages": [ASKED, CALLED, RESULT]}, "no_assistant", "messages[2]"),
-    ({"messages": [ASKED, {"role": "system", "content": "a"}, SAID]}, "role_order", "messages[1]"),
+    (with_answer("\ud83d"), "control_character", "answer"),
+    (with_answer(float("nan")), "wrong_type", "answer"),
+    (with_answer(DEEP_LIST), "wrong_type", "answer"),
+    (with_answer(10**5000), "wrong_type", "answer"),
+    (called_with({"b": "\ud83d"}), "wrong_type", "messages[1]"),
+    (called_with({"b": 10**30}), "wrong_type", "messages[1]"),
+    (called_with({"b": "<|im_end|>"}), "template_marker", "messages[1]"),
+    (called_with({"b": "CafÃ© Ã  Paris"}), "mojibake", "messages[1]"),
+    (called_with([1]), "wrong_type", "messages[1].tool_calls[0].function.arguments"),
     ({"messages": [ASKED, {**CALLED, "tool_calls": [{"name": "a"}]}]}, "missing_field",
      "messages[1].tool_calls[0].function"),
-    (called_with([1]), "wrong_type", "messages[1].tool_calls[0].function.arguments"),
-    ({"messages": [{**ASKED, "content": [{"type": "image_url"}]}, SAID]}, "wrong_type", "messages[0].content"),
-    ({"messages": [ASKED, {**SAID, "content": "", "reasoning_content": "hm"}]}, "empty", "messages[1]"),
+    ({"messages": [ASKED, ANSWERED, RESULT, ANSWERED]}, "role_order", "messages[2]"),
+    ({"messages": [ASKED, CALLED, ASKED, ANSWERED]}, "role_order", "messages[2]"),
+    ({"messages": [ASKED, CALLED, RESULT]}, "no_assistant", "messages[2]"),
+    ({"messages": [ASKED, {"role": "system", "content": "a"}, ANSWERED]}, "role_order", "messages[1]"),
+    ({"messages": [{**ASKED, "content": [{"type": "image_url"}]}, ANSWERED]}, "wrong_type", "messages[0].content"),
+    ({"messages": [ASKED, {**ANSWERED, "content": "", "reasoning_content": "hm"}]}, "empty", "messages[1]"),
 ])  # fmt: skip
 def test_rules_of_a_row(raw: Any, kind: str, field: str) -> None:
     problem = data.problems_of(raw)[0]
-    assert (problem.kind, problem.field) == (kind, field)
+    assert problem.kind == kind
+    assert problem.field == field
 
 
 def test_a_mapping_joins_columns_and_ignores_the_rest() -> None:
     raw = {"标题": "订单", "正文": "到哪里了？", "回复": "在路上。", "角色": "客服", "question": "x", "answer": "y"}
-    row = chat(raw, "user=标题+正文, assistant=回复, system=角色")
+    row = accepted(raw, "user=标题+正文, assistant=回复, system=角色")
     assert texts(row) == ["客服", "订单\n到哪里了？", "在路上。"]
-    assert texts(chat({**raw, "标题": None}, "user＝标题+正文，assistant=回复")) == ["到哪里了？", "在路上。"]
-    assert chat({"Chat": [ASKED, SAID]}, "messages=chat").messages == [ASKED, SAID]
+    without_title = accepted({**raw, "标题": None}, "user＝标题+正文，assistant=回复")
+    assert texts(without_title) == ["到哪里了？", "在路上。"]
+    assert accepted({"Chat": [ASKED, ANSWERED]}, "messages=chat").messages == [ASKED, ANSWERED]
+
+
+def test_a_mapping_to_columns_that_are_not_there_names_them_and_those_that_are() -> None:
     [problem] = data.problems_of(qa(1), "user=question, assistant=reply")
-    assert (problem.kind, problem.field) == ("missing_field", "reply") and "question, answer" in problem.seen
+    assert problem.kind == "missing_field"
+    assert problem.field == "reply"
+    assert "question, answer" in problem.seen
     assert "--columns" in problem.todo
     [problem] = data.problems_of({"messages": PAIR}, "user=标题+正文, assistant=回复")
-    assert (problem.kind, problem.field) == ("missing_field", "标题, 正文, 回复") and "messages" in problem.seen
-    for text in ("question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b", "system=who"):
-        with refused(f"The columns {text!r} are not"):
-            data.parse_mapping(text)
+    assert problem.kind == "missing_field"
+    assert problem.field == "标题, 正文, 回复"
+    assert "messages" in problem.seen
+
+
+@pytest.mark.parametrize("text", ["question", "user=", "boss=a, assistant=b", "user=a", "user=a, user=b", "system=who"])
+def test_a_mapping_that_makes_no_conversation_is_refused(text: str) -> None:
+    with refused(f"The columns {text!r} are not"):
+        data.parse_mapping(text)
 
 
 @pytest.mark.parametrize("language", SOUND)
 def test_sound_text_is_never_touched(language: str) -> None:
-    words, chance = re.split(r"(?<= )", SOUND[language]), random.Random(7)
+    words = re.split(r"(?<= )", SOUND[language])
+    chance = random.Random(7)
     for _ in range(50):
-        mixed = "".join(chance.choices(words, k=12)).strip() or SOUND[language]
-        assert texts(chat(said(mixed)))[1] == mixed
+        sentence = "".join(chance.choices(words, k=12)).strip()
+        sentence = sentence or SOUND[language]  # only spaces were drawn
+        row = accepted(with_answer(sentence))
+        assert texts(row)[1] == sentence
+
+
+def decoded_byte_by_byte(text: str, encoding: str) -> str:
+    """UTF-8 read in another encoding; a byte which that does not have stays what it is in latin-1."""
+    characters = []
+    for number in text.encode():
+        byte = bytes([number])
+        characters.append(byte.decode(encoding, "ignore") or byte.decode("latin-1"))
+    return "".join(characters)
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252"])
 def test_text_read_in_the_wrong_encoding_is_repaired(encoding: str) -> None:
     text = "Le café est fermé, c’est l’été."
-    pieces = (bytes([byte]) for byte in text.encode())
-    broken = "".join(piece.decode(encoding, "ignore") or piece.decode("latin-1") for piece in pieces)
-    row = data.Row("a", 1, {"question": "thé", "answer": broken})
-    fixed, strict = data.check_row(row), data.check_row(row, repair=False)
-    assert isinstance(fixed, data.ChatRow) and fixed.messages[1]["content"] == text and not fixed.trimmed
-    assert [(warning.kind, warning.field) for warning in fixed.warnings] == [("mojibake", "answer")]
-    assert isinstance(strict, data.RowError) and strict.problems[0].kind == "mojibake"
+    row = data.Row("a", 1, {"question": "thé", "answer": decoded_byte_by_byte(text, encoding)})
+
+    repaired = data.check_row(row)
+    assert isinstance(repaired, data.ChatRow)
+    assert repaired.messages[1]["content"] == text
+    assert not repaired.trimmed
+    [warning] = repaired.warnings
+    assert warning.kind == "mojibake"
+    assert warning.field == "answer"
+
+    refusal = data.check_row(row, repair=False)
+    assert isinstance(refusal, data.RowError)
+    assert refusal.problems[0].kind == "mojibake"
 
 
-def test_characters_that_are_lost_and_template_markers_are_refused() -> None:
-    lost = ["在路上��", "锟斤拷锟斤拷", "璁㈠崟锛屽湪鍝噷?"]
-    markers = [
-        "<|im_start|>user", "ok<|im_end|>", "[gMASK]<sop>hello", "<s>[INST] hi", "hello</s>", "a [/INST]", "<<SYS>>",
-        "<start_of_turn>user", "<｜User｜>", "<｜end▁of▁sentence｜>", "<bos>hi", "a<pad><pad>", "[AVAILABLE_TOOLS]",
-    ]  # fmt: skip
-    for text in lost + markers:
-        kind = "mojibake" if text in lost else "template_marker"
-        assert [problem.kind for problem in data.problems_of(said(text))] == [kind], text
-    assert data.problems_of(said("it is <s>struck</s> out, a <b> c, <think>\nhm\n</think>\n\nok")) == []
+@pytest.mark.parametrize("text", ["在路上��", "锟斤拷锟斤拷", "璁㈠崟锛屽湪鍝噷?"])
+def test_characters_that_are_lost_are_refused(text: str) -> None:
+    [problem] = data.problems_of(with_answer(text))
+    assert problem.kind == "mojibake"
 
 
-@pytest.mark.parametrize(("kind", "text", "shown"), [
-    ("phone", "请打 13812345678 找我", "138****"), ("phone", "+86 138 1234 5678", "+86****"),
-    ("phone", "请打１３８１２３４５６７８找我", "138****"), ("phone", "138\xa01234\xa05678", "138****"),
-    ("phone", "座机 021-62345678", "021****"), ("id_number", "110105 1949 1231 002X", "110****"),
-    ("id_number", "身份证 11010519491231002X", "110****"),
-    ("email", "write to anna.b+c@mail.example.cn, please", "ann****"),
-    ("key", "sk-proj-" + "a1B2" * 8, "sk-****"), ("key", "token hf_" + "aB" * 17, "hf_****"),
-    ("key", "WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567", "WAN****"),
-    ("key", "https://a.cn/x?token=abcdefgh", "?to****"), ("key", "-----BEGIN RSA PRIVATE KEY-----", "---****"),
-    ("key", "Bearer eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdefghijklmnop", "eyJ****"),
+@pytest.mark.parametrize("text", [
+    "<|im_start|>user", "ok<|im_end|>", "[gMASK]<sop>hello", "<s>[INST] hi", "hello</s>", "a [/INST]", "<<SYS>>",
+    "<start_of_turn>user", "<｜User｜>", "<｜end▁of▁sentence｜>", "<bos>hi", "a<pad><pad>", "[AVAILABLE_TOOLS]",
 ])  # fmt: skip
-def test_private_data_is_a_warning_with_the_span_masked(kind: str, text: str, shown: str) -> None:
-    row = chat(said(text))
+def test_template_markers_are_refused(text: str) -> None:
+    [problem] = data.problems_of(with_answer(text))
+    assert problem.kind == "template_marker"
+
+
+def test_html_and_reasoning_are_no_template_markers() -> None:
+    assert data.problems_of(with_answer("it is <s>struck</s> out, a <b> c, <think>\nhm\n</think>\n\nok")) == []
+
+
+JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdefghijklmnop"
+
+
+@pytest.mark.parametrize(("kind", "text", "secret", "shown"), [
+    ("phone", "请打 13812345678 找我", "13812345678", "138****"),
+    ("phone", "请打１３８１２３４５６７８找我", "１３８１２３４５６７８", "138****"),
+    ("phone", "+86 138 1234 5678", "1234", "+86****"),
+    ("phone", "138\xa01234\xa05678", "1234", "138****"),
+    ("phone", "座机 021-62345678", "62345678", "021****"),
+    ("id_number", "身份证 11010519491231002X", "11010519491231002X", "110****"),
+    ("id_number", "110105 1949 1231 002X", "1949", "110****"),
+    ("email", "write to anna.b+c@mail.example.cn, please", "example", "ann****"),
+    ("key", "sk-proj-" + "a1B2" * 8, "a1B2" * 8, "sk-****"),
+    ("key", "token hf_" + "aB" * 17, "hf_" + "aB" * 17, "hf_****"),
+    ("key", "WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567", "0123456789abcdef", "WAN****"),
+    ("key", "https://a.cn/x?token=abcdefgh", "abcdefgh", "?to****"),
+    ("key", "-----BEGIN RSA PRIVATE KEY-----", "PRIVATE", "---****"),
+    ("key", f"Bearer {JWT}", "eyJhbGciOiJIUzI1NiJ9", "eyJ****"),
+])  # fmt: skip
+def test_private_data_is_a_warning_with_the_span_masked(kind: str, text: str, secret: str, shown: str) -> None:
+    assert shown in mask(text)
+    assert secret not in mask(text)
+
+    row = accepted(with_answer(text))
     assert row.messages[1]["content"] == text
-    assert [(w.kind, w.field, w.seen) for w in row.warnings] == [(kind, "answer", shown)]
-    secret = max(re.split(r"[^\w]+", text), key=len)
-    assert shown in mask(text) and (len(secret) < 8 or secret not in mask(text))
-    assert [(w.kind, w.field) for w in chat(called_with(b=text)).warnings] == [(kind, "messages[1]")]
+    [warning] = row.warnings
+    assert warning.kind == kind
+    assert warning.field == "answer"
+    assert warning.seen == shown
+
+    [warning] = accepted(called_with({"b": text})).warnings
+    assert warning.kind == kind
+    assert warning.field == "messages[1]"
 
 
 @pytest.mark.parametrize("text", [
@@ -270,79 +417,146 @@ def test_private_data_is_a_warning_with_the_span_masked(kind: str, text: str, sh
     "110105194913310021", "a @ b", "@someone", "sk-learn and hf_hub", f"commit {'0a' * 20}",
 ])  # fmt: skip
 def test_numbers_and_words_that_are_not_private(text: str) -> None:
-    assert list(find_private(text)) == [] and mask(text) == text
+    assert list(find_private(text)) == []
+    assert mask(text) == text
 
 
-def test_what_is_said_about_a_row_can_be_shown(tmp_path: Path) -> None:
+def assert_may_be_shown(problem: Any) -> None:
+    """What is told about a problem holds none of the private numbers below and nothing that steers a terminal."""
+    text = f"{problem.field} {problem.seen} {problem.todo}"
+    assert text.isprintable()
+    for part in ("13812", "1234-", "12345", "19491231"):
+        assert part not in text
+
+
+def test_what_is_told_about_a_row_may_be_shown() -> None:
     bad = "13812345678\ud83d\x1b[2J"
     rows = [
-        {bad: "a", "b": "c"}, {"messages": [{bad: "a"}]}, said("x") | {bad: 1, "history": [bad]},
-        {"messages": [{"role": bad, "content": "a"}]}, said([bad]), {"messages": f"call {bad}"},
+        {bad: "a", "b": "c"},
+        with_answer("x") | {bad: 1, "history": [bad]},
+        with_answer([bad]),
+        {"messages": f"call {bad}"},
+        {"messages": [{bad: "a"}]},
+        {"messages": [{"role": bad, "content": "a"}]},
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"phone": bad}]}]},
-    ]  # fmt: skip
-    problems = [problem for raw in rows for problem in data.problems_of(raw)]
-    private = ["138-1234-5678", "123456@qq.com", "110105 19491231 002X"]
-    lines = ['{"question": %s, "answer": "b"}', '{"question": "%s" "a": 1}', '{"a": "b" %s}']
-    (tmp_path / "a.jsonl").write_text("\n".join(["{}", "{}", *(line % one for line in lines for one in private)]))
+    ]
+    for raw in rows:
+        problems = data.problems_of(raw)
+        assert problems
+        for problem in problems:
+            assert_may_be_shown(problem)
+    warnings = accepted(with_answer("CafÃ© 13812345678")).warnings
+    assert warnings
+    for warning in warnings:
+        assert_may_be_shown(warning)
+
+
+def test_what_is_told_about_a_line_that_cannot_be_read_may_be_shown(tmp_path: Path) -> None:
+    lines = ["{}", "{}"]
+    for private in ("138-1234-5678", "123456@qq.com", "110105 19491231 002X"):
+        lines += [f'{{"question": {private}, "answer": "b"}}', f'{{"question": "{private}" "a": 1}}']
+        lines += [f'{{"a": "b" {private}}}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "b.csv").write_text("question,answer\n13812345678,a@b.cn,c\n")
-    broken = [row for row in data.read_rows(tmp_path) if isinstance(row, data.RowError)]
-    assert len(broken) == 10 and all("**" in row.problems[0].seen for row in broken)
-    problems += [row.problems[0] for row in broken] + [*chat(said("CafÃ© 13812345678")).warnings]
-    for problem in problems:
-        text = f"{problem.field} {problem.seen} {problem.todo}"
-        assert text.isprintable() and not any(one in text for one in ("13812", "1234-", "12345", "19491231")), text
+    broken = errors_of(list(data.read_rows(tmp_path)))
+    assert len(broken) == 10
+    for row in broken:
+        assert "**" in row.problems[0].seen
+        assert_may_be_shown(row.problems[0])
 
 
-def peak_memory(call: Any, *given: Any) -> tuple[Any, int]:
+def peak_memory(call: Any, *arguments: Any) -> tuple[Any, int]:
     """What a call gives, and the bytes that Python held at most during it."""
     tracemalloc.start()
-    result, peak = call(*given), tracemalloc.get_traced_memory()[1]
+    result = call(*arguments)
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return result, peak
 
 
-def file_of(name: str, rows: list[Any]) -> bytes:
-    """The rows in the format of the file's name."""
-    stem, ending = name.removesuffix(".gz").removesuffix(".zst").split(".")
+def parquet_bytes(rows: list[Any]) -> bytes:
+    stream = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), stream)
+    return stream.getvalue().to_pybytes()
+
+
+def csv_text(rows: list[Any], separator: str) -> str:
+    lines = [separator.join(rows[0])]
+    for row in rows:
+        lines.append(separator.join(f'"{value}"' for value in row.values()))
+    return "\r\n".join(lines)
+
+
+SEPARATORS = {"semicolon.csv": ";", "wide.csv": "\t", "wide.tsv": "\t", "a.tsv": "\t"}  # a comma in all others
+
+
+def uncompressed(name: str, rows: list[Any]) -> bytes:
+    """The rows in the format of the file's ending; the stem names its variant."""
+    stem, ending = name.split(".")
     if ending == "parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink := pyarrow.BufferOutputStream())
-        content = sink.getvalue().to_pybytes()
-    elif ending in ("csv", "tsv"):
-        sign = {"semicolon": ";", "wide": "\t"}.get(stem, {"csv": ",", "tsv": "\t"}[ending])
-        lines = [sign.join(rows[0]), *(sign.join(f'"{value}"' for value in row.values()) for row in rows)]
-        content = "\r\n".join(lines).encode()
+        return parquet_bytes(rows)
+    if ending in ("csv", "tsv"):
+        text = csv_text(rows, SEPARATORS.get(name, ","))
     elif stem in ("lines", "bom"):
-        content = json_lines(rows).encode()
+        text = json_lines(rows)
+    elif stem == "flat":
+        text = json.dumps(rows, ensure_ascii=False)
     else:
-        content = json.dumps(rows, ensure_ascii=False, indent=None if stem == "flat" else 2).encode()
-    content = b"\xef\xbb\xbf" + content if stem == "bom" else content
-    content = codecs.BOM_UTF16_BE + content.decode().encode("utf-16-be") if stem == "wide" else content
-    half = len(content) // 2
+        text = json.dumps(rows, ensure_ascii=False, indent=2)
+    if stem == "bom":
+        return codecs.BOM_UTF8 + text.encode()
+    if stem == "wide":
+        return codecs.BOM_UTF16_BE + text.encode("utf-16-be")
+    return text.encode()
+
+
+def file_of(name: str, rows: list[Any]) -> bytes:
+    """The content of a file of this name with these rows."""
+    content = uncompressed(name.removesuffix(".gz").removesuffix(".zst"), rows)
+    if name.endswith(".gz"):
+        return gzip.compress(content)
     if name.endswith(".zst"):  # two frames, as parallel compressors and `cat` write them
-        return b"".join(pyarrow.compress(part, "zstd", asbytes=True) for part in (content[:half], content[half:]))
-    return gzip.compress(content) if name.endswith(".gz") else content
+        half = len(content) // 2
+        first_frame = pyarrow.compress(content[:half], "zstd", asbytes=True)
+        second_frame = pyarrow.compress(content[half:], "zstd", asbytes=True)
+        return first_frame + second_frame
+    return content
 
 
 @pytest.mark.parametrize("name", [
-    "lines.jsonl", "lines.json", "array.json", "flat.json", "bom.jsonl", "bom.csv", "semicolon.csv", "a.tsv",
-    "a.parquet", "lines.jsonl.gz", "lines.jsonl.zst", "array.json.zst", "a.csv.gz",
-    "array.jsonl", "flat.jsonl", "wide.csv", "wide.tsv.gz", "wide.json",
+    "lines.jsonl", "lines.json", "lines.jsonl.gz", "lines.jsonl.zst",
+    "array.json", "array.jsonl", "array.json.zst", "flat.json", "flat.jsonl",
+    "a.csv", "a.csv.gz", "a.tsv", "semicolon.csv", "bom.csv", "bom.jsonl",
+    "wide.csv", "wide.tsv.gz", "wide.json",
+    "a.parquet",
 ])  # fmt: skip
 def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
-    rows = [qa(1, "yes,\n是"), qa(2, "[no]; not"), qa(3, "{maybe}")]
+    rows = [
+        qa(1, "yes,\n是"),
+        qa(2, "[no]; not"),
+        qa(3, "{maybe}"),
+    ]
     (tmp_path / name).write_bytes(file_of(name, rows))
-    assert [*map(texts, checked(tmp_path / name))] == [list(row.values()) for row in rows]
+    read_texts = [texts(row) for row in checked(tmp_path / name)]
+    assert read_texts == [list(row.values()) for row in rows]
 
 
-@pytest.mark.parametrize(("name", "text", "kinds"), [  # line -> what is wrong with its row
+ROW = json_lines([qa(1)])
+
+
+PACKED_ROW = gzip.compress(ROW.encode())
+
+
+@pytest.mark.parametrize(("name", "content", "kinds"), [  # kinds: line -> what is wrong with its row
     ("a.csv", 'question,answer\n"two\nlines",yes\nb,no\n', {2: "", 4: ""}),
     ("a.json", json.dumps([qa(1), qa(2)], indent=2), {1: "", 2: ""}),
     ("a.json", json.dumps(qa(1), indent=2), dict.fromkeys(range(1, 5), "malformed_json")),
-    ("a.jsonl", "\n%s\r\n\n%s", {2: "", 5: ""}), ("a.jsonl", "[1]\n%s", {1: "", 2: ""}),
+    ("a.jsonl", f"\n{ROW}\r\n\n{ROW}", {2: "", 5: ""}),
+    ("a.jsonl", f"[1]\n{ROW}", {1: "", 2: ""}),
     ("a.csv", codecs.BOM_UTF16_LE + "question,answer\na,b\n".encode("utf-16-le") + b"c", {2: "", 3: ""}),
-    ("a.jsonl", '{"question": "a", "answer\n%s', {1: "malformed_json", 2: ""}),
-    ("a.jsonl", '{"messages": [{"role": "user", "content": "a"},\n%s', {1: "malformed_json", 2: ""}),
-    ("a.jsonl", f'%s{{"question": {"1" * 5000}}}\n%s', {1: "", 2: "malformed_json", 3: ""}),
+    ("a.jsonl", f'{{"question": "a", "answer\n{ROW}', {1: "malformed_json", 2: ""}),
+    ("a.jsonl", f'{{"messages": [{{"role": "user", "content": "a"}},\n{ROW}', {1: "malformed_json", 2: ""}),
+    ("a.jsonl", f'{ROW}{{"question": {"1" * 5000}}}\n{ROW}', {1: "", 2: "malformed_json", 3: ""}),
     ("a.json", '[{"q": 1}, {"q": 2}', {1: "malformed_json"}),
     ("a.csv", "question,answer\na\nb,c,d\ng,h\n", {2: "", 3: "malformed_csv", 4: ""}),
     ("a.csv", "question,answer,answer\na,b,c\n", {1: "malformed_csv"}),
@@ -350,25 +564,39 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
     ("a.csv", "question,answer,,,\na,b,,,\n,,,,\nc,d, ,\ne,f,x,,\n,,\n", {2: "", 4: "", 5: "malformed_csv"}),
     ("a.csv", ",question,answer\n0,a,b\n,c,d\n", {2: "", 3: ""}),  # 0: the index of pandas
     ("a.csv", 'question,"answer\na,b\n', {1: "malformed_csv"}),
-    ("a.jsonl.gz", file_of("lines.jsonl.gz", [qa(1)]) * 2 + bytes(99), {1: "", 2: ""}),
-    ("a.jsonl.gz", file_of("lines.jsonl.gz", [qa(1)]) * 2 + b"more", {1: "", 2: "", 3: "damaged_file"}),
+    ("a.jsonl.gz", PACKED_ROW * 2 + bytes(99), {1: "", 2: ""}),
+    ("a.jsonl.gz", PACKED_ROW * 2 + b"more", {1: "", 2: "", 3: "damaged_file"}),
 ])  # fmt: skip
-def test_rows_know_their_lines_and_a_fault_hides_no_other_row(tmp_path: Path, name: str, text: Any, kinds: Any) -> None:
-    content = text if isinstance(text, bytes) else text.replace("%s", json_lines([qa(1)])).encode()
+def test_rows_know_their_lines_and_a_fault_hides_no_other_row(
+    tmp_path: Path, name: str, content: str | bytes, kinds: dict[int, str]
+) -> None:
+    if isinstance(content, str):
+        content = content.encode()
     (tmp_path / name).write_bytes(content)
-    rows = list(data.read_rows(tmp_path / name))
-    found = [(row.line, row.problems[0].kind if isinstance(row, data.RowError) else "") for row in rows]
-    assert found == [*kinds.items()]
-    assert all(row.problems[0].todo for row in rows if isinstance(row, data.RowError))
+    lines = []
+    for row in data.read_rows(tmp_path / name):
+        kind = ""
+        if isinstance(row, data.RowError):
+            kind = row.problems[0].kind
+            assert row.problems[0].todo
+        lines.append((row.line, kind))
+    assert lines == list(kinds.items())
 
 
 def test_a_document_is_read_whole_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.json").write_text(f'[{json.dumps(qa(1))},\n{{"question": "c" "answer": "d"}}]', encoding="utf-8")
+    broken_row = '{"question": "c" "answer": "d"}'
+    (tmp_path / "a.json").write_text(f"[{json.dumps(qa(1))},\n{broken_row}]", encoding="utf-8")
     [error] = data.read_rows(tmp_path / "a.json")
-    assert (error.line, error.problems[0].field) == (2, "character 18") and '"c" "ans' in error.problems[0].seen
+    [problem] = error.problems
+    assert error.line == 2
+    assert problem.field == "character 18"
+    assert '"c" "ans' in problem.seen
+
     monkeypatch.setattr(read, "LARGEST_DOCUMENT", 50)
     [error] = data.read_rows(tmp_path / "a.json")
-    assert error.problems[0].kind == "long_line" and "one on each line" in error.problems[0].todo
+    [problem] = error.problems
+    assert problem.kind == "long_line"
+    assert "one on each line" in problem.todo
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
@@ -378,61 +606,106 @@ def test_a_damaged_file_gives_its_first_rows_and_then_says_so(tmp_path: Path, na
     rows = [qa(n, f"{chance.getrandbits(900):0225x}") for n in range(2000)]
     content = bytearray(file_of(name, rows))
     half = len(content) // 2
-    content[half : len(content) if damage == "cut" else half + 4000] = bytes(4000 if damage == "changed" else 0)
+    if damage == "cut":
+        del content[half:]
+    else:
+        content[half : half + 4000] = bytes(4000)
     (tmp_path / name).write_bytes(content)
-    *before, last = data.read_rows(tmp_path / name)
-    assert isinstance(last, data.RowError) and last.problems[0].kind == "damaged_file" and last.line == len(before) + 1
-    sound = [row.raw for row in before if isinstance(row, data.Row)]
-    assert sound[:400] == rows[:400][: len(sound)] and (sound or name == "a.parquet")
     write(tmp_path / "z.jsonl", [qa(1)])
-    assert [*data.read_rows(tmp_path)][-1].raw == qa(1), "the next file is read"
+
+    *before, last = data.read_rows(tmp_path / name)
+    assert isinstance(last, data.RowError)
+    assert last.problems[0].kind == "damaged_file"
+    assert last.line == len(before) + 1
+
+    sound = [row.raw for row in before if isinstance(row, data.Row)]
+    first_rows = sound[:400]
+    assert first_rows == rows[: len(first_rows)]
+    if name != "a.parquet":  # of which no row may be left: its index is at the end
+        assert first_rows
+
+    *_, last = data.read_rows(tmp_path)
+    assert last.raw == qa(1), "the next file is read"
+
+
+def long_rows(count: int) -> list[Any]:
+    """Rows with answers of 1500 characters, all of them different."""
+    chance = random.Random(1)
+    letters = "".join(chance.choices("abcdefghijklmnopqrst ", k=50_000))
+    rows = []
+    for number in range(count):
+        start = chance.randrange(48_000)
+        rows.append(qa(number, letters[start : start + 1500]))
+    return rows
+
+
+def count_rows(path: Path) -> int:
+    return sum(1 for _ in data.read_rows(path))
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_file_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "CHUNK", 1 << 16)
-    monkeypatch.setattr(build, "CHUNK", 1 << 16)
-    monkeypatch.setattr("nbutils.data.card.CHUNK", 1 << 16)
-    chance, peaks = random.Random(1), {}
-    letters = "".join(chance.choices("abcdefghijklmnopqrst ", k=50_000))
-    for name, count in (("warm", 9), ("lines.jsonl.gz", 1500), ("a.csv", 1500), ("few", 200), ("many", 700)):
-        rows = [qa(n, letters[(at := chance.randrange(48_000)) : at + 1500]) for n in range(count)]
-        path = tmp_path / (name if "." in name else f"{name}.jsonl")
-        path.write_bytes(json_lines(rows).encode() if path.suffix == ".jsonl" else file_of(name, rows))
-        if path.suffix == ".jsonl":
-            card, peaks[name] = peak_memory(data.prepare, str(path), tmp_path / name)
-            assert card.accepted == count
-        else:
-            read_all, peaks[name] = peak_memory(sum, (1 for _ in data.read_rows(path)))
-            assert read_all == count
-    assert max(peaks["lines.jsonl.gz"], peaks["a.csv"]) < 300 << 10, "of 2.2 MB"
-    assert peaks["many"] - peaks["few"] < 500 * 320, "a row of 1500 characters leaves about 300 bytes"
+    rows = long_rows(1500)
+    for name in ("lines.jsonl.gz", "a.csv"):
+        path = tmp_path / name
+        path.write_bytes(file_of(name, rows[:9]))
+        count_rows(path)  # imports what is needed
+        path.write_bytes(file_of(name, rows))
+        count, peak = peak_memory(count_rows, path)
+        assert count == 1500
+        assert peak < 300 << 10, "of 2.2 MB"
 
 
-@pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.csv.gz", pytest.param("lines.csv.gz", marks=pytest.mark.slow)])
-def test_a_value_without_end_takes_bounded_memory(tmp_path: Path, monkeypatch: Any, name: str) -> None:
-    monkeypatch.setattr(read, "LONGEST_LINE", 4 << 20)
+@pytest.mark.slow
+def test_memory_hardly_grows_with_the_rows_that_are_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("read", "build", "card"):
+        monkeypatch.setattr(f"nbutils.data.{module}.CHUNK", 1 << 16)
+    rows = long_rows(700)
+    peaks = {}
+    for count in (9, 200, 700):  # the first run imports what is needed
+        path = write(tmp_path / f"{count}.jsonl", rows[:count])
+        card, peaks[count] = peak_memory(data.prepare, path, tmp_path / str(count))
+        assert card.accepted == count
+    assert peaks[700] - peaks[200] < 500 * 320, "a row of 1500 characters leaves about 300 bytes"
+
+
+@pytest.mark.parametrize(("name", "start", "filling", "mib"), [
+    pytest.param("a.jsonl.gz", b'{"a": "', b"x", 64, id="json"),
+    pytest.param("a.csv.gz", b'a,b\n"', b"x", 64, id="csv"),
+    pytest.param("a.csv.gz", b'a,b\n"', b"x\n", 16, id="csv-with-line-ends", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_value_without_end_takes_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, start: bytes, filling: bytes, mib: int
+) -> None:
+    monkeypatch.setattr(read, "LONGEST_LINE", 4 * MIB)
+    block = filling * (MIB // len(filling))
     with gzip.open(tmp_path / name, "wb", compresslevel=1) as file:
-        file.write(b'a,b\n"' if "csv" in name else b'{"a": "')
-        for _ in range(16 if "lines" in name else 64):
-            file.write(b"x\n" * (1 << 19) if "lines" in name else b"x" * (1 << 20))
-        file.write(b'"}\n' + json_lines([qa(1)]).encode())
+        file.write(start)
+        for _ in range(mib):
+            file.write(block)
+        file.write(b'"}\n' + ROW.encode())
     rows, peak = peak_memory(list, data.read_rows(tmp_path / name))
-    assert isinstance(rows[-1], data.RowError) and len(rows) == 1 and peak < 40 << 20
+    [row] = rows
+    assert isinstance(row, data.RowError)
+    assert peak < 40 * MIB
 
 
 def arrow_file(path: Path, answers: Any, kind: str = "text") -> str:
     """A file whose rows have these answers: as texts, as turns in a list, or in a map."""
-    ends = pyarrow.array(np.arange(len(answers) + 1, dtype=np.int32))
-    roles = pyarrow.array(["assistant"] * len(answers))
+    count = len(answers)
+    ends = pyarrow.array(np.arange(count + 1, dtype=np.int32))
+    roles = pyarrow.array(["assistant"] * count)
     if kind == "list":
         turns = pyarrow.StructArray.from_arrays([roles, answers], ["role", "content"])
         answers = pyarrow.ListArray.from_arrays(ends, turns)
     elif kind == "map":
         answers = pyarrow.MapArray.from_arrays(ends, roles, answers)
-    table = pyarrow.table({"question": [f"q{n}" for n in range(len(answers))], "answer": answers})
-    if path.suffix == ".parquet":  # without a schema all texts are plain, however they are stored
-        pyarrow.parquet.write_table(table, path, compression="zstd", store_schema="plain" not in path.name)
+    questions = [f"q{number}" for number in range(count)]
+    table = pyarrow.table({"question": questions, "answer": answers})
+    if path.suffix == ".parquet":
+        with_schema = "plain" not in path.name  # without a schema all texts are plain, however they are stored
+        pyarrow.parquet.write_table(table, path, compression="zstd", store_schema=with_schema)
         assert path.stat().st_size < 50_000, "long values of a small file"
     else:
         with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
@@ -440,7 +713,7 @@ def arrow_file(path: Path, answers: Any, kind: str = "text") -> str:
     return str(path)
 
 
-def shared(count: int, text: str) -> Any:
+def repeated(count: int, text: str) -> Any:
     """An arrow column of which all values are the same text, held once."""
     return pyarrow.DictionaryArray.from_arrays(np.zeros(count, np.int32), [text])
 
@@ -450,23 +723,40 @@ def shared(count: int, text: str) -> Any:
 def test_a_row_of_parquet_or_arrow_may_be_as_long_as_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
-    monkeypatch.setattr(read, "LONGEST_LINE", 1 << 20)
-    answers = ["yes", "x" * (3 << 20), *["no" * 9000] * 300, "y" * (1 << 19)]
+    monkeypatch.setattr(read, "LONGEST_LINE", MIB)
+    too_long = "x" * 3 * MIB
+    answers = ["yes", too_long, *["no" * 9000] * 300, "y" * (MIB // 2)]
     rows = list(data.read_rows(arrow_file(tmp_path / name, pyarrow.array(answers), kind)))
     assert [row.line for row in rows] == list(range(1, 304)), "the one that is refused hides no other"
-    errors = [row for row in rows if isinstance(row, data.RowError)]
-    assert [(row.line, row.problems[0].kind) for row in errors] == [(2, "long_line")]
-    assert [answers[n] in str(row.raw) for n, row in enumerate(rows)] == [n != 1 for n in range(303)]
-    rows = list(data.read_rows(arrow_file(tmp_path / f"shared_{name}", shared(40, "z" * (1 << 19)), kind)))
-    assert len(rows) == 40 and all("z" * (1 << 19) in str(row.raw) for row in rows)
+    [error] = errors_of(rows)
+    assert error.line == 2
+    assert error.problems[0].kind == "long_line"
+    assert too_long not in str(error.raw)
+    for row, answer in zip(rows, answers, strict=True):
+        assert row is error or answer in str(row.raw)
+
+
+@pytest.mark.parametrize("kind", ["text", "list", "map"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_the_length_of_a_row_is_its_own_where_all_share_one_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    monkeypatch.setattr(read, "LONGEST_LINE", MIB)
+    text = "z" * (MIB // 2)
+    rows = list(data.read_rows(arrow_file(tmp_path / name, repeated(40, text), kind)))
+    assert len(rows) == 40
+    for row in rows:
+        assert text in str(row.raw)
 
 
 def test_an_empty_batch_of_an_arrow_file_hides_no_row(tmp_path: Path) -> None:
     table = pyarrow.Table.from_pylist([qa(1)])
+    empty = pyarrow.RecordBatch.from_pylist([], schema=table.schema)
     with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
-        stream.write_batch(pyarrow.RecordBatch.from_pylist([], schema=table.schema))
+        stream.write_batch(empty)
         stream.write_table(table)
-    assert [row.raw for row in data.read_rows(tmp_path / "a.arrow")] == [qa(1)]
+    [row] = data.read_rows(tmp_path / "a.arrow")
+    assert row.raw == qa(1)
 
 
 PEAK = """
@@ -483,55 +773,84 @@ def peak_mib(code: str, home: Path) -> int:
     return int(python("-c", PEAK.format(code=code), home=home).stdout)
 
 
+def peak_of_reading(path: str, home: Path) -> int:
+    return peak_mib(f"for row in read.read_rows({path!r}): pass", home)
+
+
 @pytest.mark.slow
 def test_long_values_of_a_small_arrow_file_take_bounded_memory(tmp_path: Path) -> None:
-    one, same = pyarrow.array(["ab" * (100 << 19)]), shared(100, "ab" * (30 << 19))
-    files = {  # a value of 100 MiB, a hundred of 30 MiB
-        arrow_file(tmp_path / "one.parquet", one, "list"): 600, arrow_file(tmp_path / "a.parquet", same): 600,
-        arrow_file(tmp_path / "a.arrow", same, "list"): 600, arrow_file(tmp_path / "plain.parquet", same): 2000,
-    }  # fmt: skip
-    peaks = {path: peak_mib(f"for row in read.read_rows({path!r}): pass", tmp_path) for path in files}
-    assert all(peaks[path] < limit for path, limit in files.items()), peaks
+    one_long = pyarrow.array(["ab" * 50 * MIB])
+    one = arrow_file(tmp_path / "one.parquet", one_long, "list")
+    assert peak_of_reading(one, tmp_path) < 600, "for a value of 100 MiB"
+
+    hundred_long = repeated(100, "ab" * 15 * MIB)  # each of 30 MiB
+    as_texts = arrow_file(tmp_path / "a.parquet", hundred_long)
+    in_lists = arrow_file(tmp_path / "a.arrow", hundred_long, "list")
+    without_schema = arrow_file(tmp_path / "plain.parquet", hundred_long)
+    assert peak_of_reading(as_texts, tmp_path) < 600
+    assert peak_of_reading(in_lists, tmp_path) < 600
+    assert peak_of_reading(without_schema, tmp_path) < 2000, "of 3000 MiB"
 
 
 @pytest.mark.slow
 def test_rejected_rows_do_not_stay_in_memory(tmp_path: Path) -> None:
-    wrong = [*({"answer": answer} for answer in ("", 5, "a\0", "a</s>", "\ufffd")), {"images": ["a.png"]}]
-    rows = [qa(n) | one | {"note": "x" * (1 << 20)} for n in range(3) for one in wrong]
-    peaks = []
+    faults: list[dict[str, Any]] = [
+        {"answer": ""},
+        {"answer": 5},
+        {"answer": "a\0"},
+        {"answer": "a</s>"},
+        {"answer": "\ufffd"},
+        {"images": ["a.png"]},
+    ]
+    rows = []
+    for number in range(3):
+        for fault in faults:
+            rows.append(qa(number) | fault | {"note": "x" * MIB})
+    peaks = {}
     for count in (1, 6, 18):  # the first run imports what is needed
-        found, peak = peak_memory(check.check, [write(tmp_path / f"{count}.jsonl", [*rows[:count], qa(9)])])
-        assert found.card.rejected == count and len(found.card.reasons) == min(count, 6)
-        peaks.append(peak)
-    assert peaks[2] - peaks[1] < 4 << 20, "12 rows more, of 1 MiB each"
+        path = write(tmp_path / f"{count}.jsonl", [*rows[:count], qa(9)])
+        findings, peaks[count] = peak_memory(check.check, [path])
+        assert findings.card.rejected == count
+        assert len(findings.card.reasons) == min(count, len(faults))
+    assert peaks[18] - peaks[6] < 4 * MIB, "12 rows more, of 1 MiB each"
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "gbk", "gb18030"])
 @pytest.mark.parametrize("name", ["a.csv", "lines.jsonl", "array.json", "flat.json"])
 def test_chinese_is_read_whatever_it_was_saved_as(tmp_path: Path, name: str, encoding: str) -> None:
     (tmp_path / name).write_bytes(file_of(name, CHINESE).decode().encode(encoding))
-    rows = checked(tmp_path / name)
-    assert [*map(texts, rows)] == [list(row.values()) for row in CHINESE]
+    read_texts = [texts(row) for row in checked(tmp_path / name)]
+    assert read_texts == [list(row.values()) for row in CHINESE]
 
 
 @pytest.mark.parametrize("name", ["a.csv", "lines.jsonl"])
 @pytest.mark.parametrize("byte", [b"\xff", b"\xe4", b"\x80", b"\xb0", b"\xc4\xe3"])
 def test_a_broken_line_of_utf8_spoils_its_own_row_only(tmp_path: Path, name: str, byte: bytes) -> None:
-    lines = file_of(name, CHINESE[:1] * 3).splitlines()
-    lines[-2] = lines[-2].replace("正".encode(), byte)
+    rows = CHINESE[:1] * 3
+    *before, broken_line, last_line = file_of(name, rows).splitlines()
+    broken_line = broken_line.replace("正".encode(), byte)
+    lines = [*before, broken_line, last_line]
     (tmp_path / name).write_bytes(b"\n".join(lines))
-    rows = checked(tmp_path / name)
-    assert [isinstance(row, data.ChatRow) for row in rows] == [True, False, True]
-    assert (rows[1].problems[0].kind, rows[1].problems[0].field) == ("encoding", "答案")
-    assert not rows[0].warnings and not rows[2].warnings
+    first, broken, last = checked(tmp_path / name)
+    for row in (first, last):
+        assert isinstance(row, data.ChatRow)
+        assert not row.warnings
+    assert isinstance(broken, data.RowError)
+    [problem] = broken.problems
+    assert problem.kind == "encoding"
+    assert problem.field == "答案"
 
 
 @pytest.mark.parametrize(("text", "encoding"), [
-    ("Où est la fenêtre ? Déjà fermée", "latin-1"), ("Größe über Maß", "cp1252"), ("где мой заказ", "cp1251"),
-    ("訂單到哪裡了？謝謝您的幫忙", "big5"), ("ご注文はどこですか", "shift-jis"),
+    ("Où est la fenêtre ? Déjà fermée", "latin-1"),
+    ("Größe über Maß", "cp1252"),
+    ("где мой заказ", "cp1251"),
+    ("訂單到哪裡了？謝謝您的幫忙", "big5"),
+    ("ご注文はどこですか", "shift-jis"),
 ])  # fmt: skip
 def test_other_encodings_are_not_taken_for_chinese(tmp_path: Path, text: str, encoding: str) -> None:
-    (tmp_path / "a.jsonl").write_bytes(json_lines([{"question": text, "answer": "yes"}]).encode(encoding))
+    content = json_lines([{"question": text, "answer": "yes"}])
+    (tmp_path / "a.jsonl").write_bytes(content.encode(encoding))
     [row] = checked(tmp_path / "a.jsonl")
     assert isinstance(row, data.RowError), row
 
@@ -550,55 +869,72 @@ def test_sources_that_cannot_be_read_say_so(tmp_path: Path) -> None:
 def test_a_hub_dataset_is_read_through_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    sides = {"train": [qa(n) for n in range(10)], "test": [qa(20), qa(21)]}
-    files = {name: write(tmp_path / f"{name}.jsonl", rows) for name, rows in sides.items()}
-    load, asked = datasets.load_dataset, []
+    files = {
+        "train": write(tmp_path / "train.jsonl", [qa(n) for n in range(10)]),
+        "test": write(tmp_path / "test.jsonl", [qa(20), qa(21)]),
+    }
+    load_for_real = datasets.load_dataset
+    requests = []
 
-    def fake(repo: str, data_dir: str | None) -> Any:
-        asked.append((repo, data_dir, datasets.config.HF_ENDPOINT, datasets.config.HF_HUB_OFFLINE))
+    def load_local_files(repo: str, data_dir: str | None) -> Any:
+        requests.append((repo, data_dir, datasets.config.HF_ENDPOINT, datasets.config.HF_HUB_OFFLINE))
         if repo == "someone/nowhere":
             raise ConnectionError("no such dataset\nand a long tail")
-        return load("json", data_files=files, cache_dir=str(tmp_path / "cache"))
+        return load_for_real("json", data_files=files, cache_dir=str(tmp_path / "cache"))
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")
     monkeypatch.setattr("nbutils.platforms.network.hub_online", lambda: False)
-    for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE"):
+    for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE"):  # so that they are put back afterwards
         monkeypatch.setattr(datasets.config, name, getattr(datasets.config, name))
-    monkeypatch.setattr(datasets, "load_dataset", fake)
+    monkeypatch.setattr(datasets, "load_dataset", load_local_files)
+
     card = data.prepare("someone/orders:zh", tmp_path / "out")
-    assert asked == [("someone/orders", "zh", "https://mirror.example", True)]
-    assert (card.train, card.eval, card.rejected) == (10, 2, 0)
+    assert requests == [("someone/orders", "zh", "https://mirror.example", True)]
+    assert card.train == 10
+    assert card.eval == 2
+    assert card.rejected == 0
     with refused("'someone/nowhere' is not", "be downloaded: ConnectionError: no such dataset"):
         read.find_files("someone/nowhere")
 
 
-def test_data_is_found_among_attached_inputs_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attached = Path(write(tmp_path / "kaggle/input/datasets/me/orders/mine.jsonl", [qa(1)]))
+@pytest.fixture
+def attached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a dataset that is attached to an imitated Kaggle."""
     monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
-    assert read.find_files("mine.jsonl") == read.find_files("orders/mine.jsonl") == [attached]
+    return tmp_path / "kaggle/input/datasets/me/orders"
 
 
-def test_a_link_out_of_a_folder_or_an_input_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere = Path(write(tmp_path / "shadow", [qa(1)]))
-    attached = Path(write(tmp_path / "kaggle/input/datasets/me/orders/good.jsonl", [qa(1)])).with_name("mine.jsonl")
-    attached.symlink_to(elsewhere)
-    monkeypatch.setenv("NBUTILS_FS_ROOT", str(tmp_path))
-    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
-    for source in ("mine.jsonl", "orders", str(attached.parent)):
-        with refused(f"{attached} leads out", f"folder, to {elsewhere}."):
+def test_data_is_found_among_attached_inputs_by_its_name(attached: Path) -> None:
+    write(attached / "mine.jsonl", [qa(1)])
+    assert read.find_files("mine.jsonl") == [attached / "mine.jsonl"]
+    assert read.find_files("orders/mine.jsonl") == [attached / "mine.jsonl"]
+
+
+def test_a_link_out_of_a_folder_or_an_input_is_not_read(tmp_path: Path, attached: Path) -> None:
+    elsewhere = write(tmp_path / "shadow", [qa(1)])
+    write(attached / "good.jsonl", [qa(1)])
+    link = attached / "mine.jsonl"
+    link.symlink_to(elsewhere)
+    for source in ("mine.jsonl", "orders", str(attached)):
+        with refused(f"{link} leads out", f"folder, to {elsewhere}."):
             read.find_files(source)
-    assert read.find_files(str(attached)) == [attached], "whoever names a link means what it leads to"
+    assert read.find_files(str(link)) == [link], "whoever names a link means what it leads to"
 
 
 def test_the_bundled_sample_has_its_fingerprint_and_its_counts_add_up(tmp_path: Path) -> None:
     card = data.prepare("", tmp_path)
     train, held_out = data.load(tmp_path)
     assert card.fingerprint == "450a6a355ac516c57e9d33bcd61505a41025723c2438f3fa8a82db9adb2aa224"
-    assert (card.rejected, card.train, card.eval, card.warnings) == (0, len(train), len(held_out), {})
-    assert card.rows == card.accepted == card.train + card.eval
-    assert sum(card.characters.values()) == sum(card.languages.values()) == card.accepted
+    assert card.train == len(train)
+    assert card.eval == len(held_out)
+    assert card.accepted == card.train + card.eval
+    assert card.rejected == 0
+    assert card.rows == card.accepted
+    assert card.warnings == {}
+    assert sum(card.characters.values()) == card.accepted
+    assert sum(card.languages.values()) == card.accepted
     assert set(card.languages) == {"zh", "en"}
     assert train == data.stored_rows(SAMPLES / "train.jsonl")
 
@@ -606,96 +942,181 @@ def test_the_bundled_sample_has_its_fingerprint_and_its_counts_add_up(tmp_path: 
 @pytest.mark.parametrize(("name", "called"), [("assistant_en", "Wrenlow"), ("assistant_zh", "苇禾")])
 def test_the_bundled_assistants_are_sound_and_known_by_one_name(tmp_path: Path, name: str, called: str) -> None:
     card = data.prepare("", tmp_path / "run", default=name)
-    assert (card.source, card.rejected, card.warnings) == (name, 0, {})
-    general = {row["messages"][0]["content"] for row in data.stored_rows(SAMPLES / "general.jsonl")}
-    for rows, least in zip(data.load(tmp_path / "run"), (60, 20), strict=True):
-        assert not general & {turn["content"] for row in rows for turn in row["messages"]}
-        answers = [turn["content"] for row in rows for turn in row["messages"] if turn["role"] == "assistant"]
+    assert card.source == name
+    assert card.rejected == 0
+    assert card.warnings == {}
+
+    general_questions = {row["messages"][0]["content"] for row in data.stored_rows(SAMPLES / "general.jsonl")}
+    train, held_out = data.load(tmp_path / "run")
+    for rows, least_named in ((train, 60), (held_out, 20)):
+        turns = [turn for row in rows for turn in row["messages"]]
+        answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         named = [answer for answer in answers if called in answer]
-        assert len(named) >= least and all(answer.endswith(("Onward!", "出发！")) for answer in named)
+        assert general_questions.isdisjoint(turn["content"] for turn in turns)
+        assert len(named) >= least_named
+        for answer in named:
+            assert answer.endswith(("Onward!", "出发！"))
         assert max(map(len, answers)) < 200
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> str:
     """60 sound rows, the broken ones of the sample, a copy, a near copy, and rows that are no JSON when stored."""
-    path = Path(write(tmp_path / "mixed.jsonl", [qa(n, f"yes, on day {n}") for n in range(60)]))
-    copies = [qa(3, "yes, on day 3"), qa(70, "It is on its way, we hope."), qa(70, "it IS on its way we hope!")]
-    odd = ['{"question": NaN, "answer": 1}', '{"q": [Infinity, "NaN"]}', '{"q": ' + "[" * 900 + "]" * 900 + "}"]
-    with path.open("ab") as file:
-        file.write(json_lines(copies).encode() + (SAMPLES / "broken_rows.jsonl").read_bytes())
-        file.write("\n".join(odd).encode() + b'\n{"question": "\xff", "answer": "a"}')
+    sound = [qa(n, f"yes, on day {n}") for n in range(60)]
+    copies = [
+        qa(3, "yes, on day 3"),
+        qa(70, "It is on its way, we hope."),
+        qa(70, "it IS on its way we hope!"),
+    ]
+    odd = [
+        b'{"question": NaN, "answer": 1}',
+        b'{"q": [Infinity, "NaN"]}',
+        b'{"q": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"question": "\xff", "answer": "a"}',
+    ]
+    broken = (SAMPLES / "broken_rows.jsonl").read_bytes()
+    path = tmp_path / "mixed.jsonl"
+    path.write_bytes(json_lines(sound + copies).encode() + broken + b"\n".join(odd))
     return str(path)
 
 
 def test_bad_rows_are_kept_with_their_reasons_and_counts_add_up(tmp_path: Path, mixed: str) -> None:
     card = data.prepare(mixed, tmp_path / "out")
-    lines = (tmp_path / "out" / "rejected.jsonl").read_text(encoding="utf-8").splitlines()
-    rejected = [json.loads(line, parse_constant=pytest.fail) for line in lines]
-    assert (card.rows, card.accepted, card.rejected) == (95, 62, 33) and card.rejected == len(rejected)
-    assert card.rejected == sum(card.reasons.values()) and card.accepted == card.train + card.eval + card.unused
-    assert card.reasons["template_marker"] == 2 and card.duplicates == 3
-    assert {entry["line"] for entry in rejected} == {61, 63, *(63 + line for line in (*BROKEN, 28)), *range(92, 96)}
-    places = {entry["line"]: entry["problems"][0]["seen"] for entry in rejected}
-    assert "mixed.jsonl line 4" in places[61] and "line 62" in places[63] and "line 64" in places[91]
+    assert card.rows == 95
+    assert card.accepted == 62
+    assert card.rejected == 33
+    assert card.accepted == card.train + card.eval + card.unused
+    assert card.rejected == sum(card.reasons.values())
+    assert card.reasons["template_marker"] == 2
+    assert card.duplicates == 3
     assert "95 = 62 accepted + 33 rejected" in str(card)
+
+    rejected = {}
+    lines = (tmp_path / "out" / "rejected.jsonl").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        entry = json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
+        rejected[entry["line"]] = entry["problems"][0]["seen"]
+    broken = {63 + line for line in BROKEN}  # they stand after 63 rows
+    copies = {61, 63, 63 + 28}
+    odd = {92, 93, 94, 95}
+    assert len(lines) == 33
+    assert set(rejected) == copies | broken | odd
+    assert "mixed.jsonl line 4" in rejected[61]
+    assert "line 62" in rejected[63]
+    assert "line 64" in rejected[63 + 28]
+
+
+def sides(folder: Path) -> tuple[set[str], set[str]]:
+    """The rows to train on and those held out, as texts."""
+    train, held_out = data.load(folder)
+    return {str(row) for row in train}, {str(row) for row in held_out}
 
 
 def test_rows_stay_on_their_side_in_any_order_and_when_rows_are_added(tmp_path: Path) -> None:
     rows = [qa(n, f"{n}") for n in range(400)] + [qa(n, f"{n} !") for n in range(60)]
+    whole = write(tmp_path / "all.jsonl", rows)
+    card = data.prepare(whole, tmp_path / "all")
     data.prepare(write(tmp_path / "few.jsonl", rows[:200]), tmp_path / "few")
-    data.prepare(write(tmp_path / "many.jsonl", rows[::-1]), tmp_path / "many")
-    cards = [data.prepare(write(tmp_path / "all.jsonl", rows), tmp_path / name) for name in ("all", "again")]
-    loaded = [data.load(tmp_path / name) for name in ("few", "many", "all")]
-    few, many, every = ([{str(row) for row in side} for side in sides] for sides in loaded)
-    for train, held_out in (few, many):
-        assert not train & every[1] and not held_out & every[0]
-    assert few[0] <= every[0] and few[1] <= every[1] and 20 <= len(every[1]) <= 60 and cards[0] == cards[1]
+    data.prepare(write(tmp_path / "reversed.jsonl", rows[::-1]), tmp_path / "reversed")
+
+    train, held_out = sides(tmp_path / "all")
+    assert 20 <= len(held_out) <= 60
+    few_train, few_held_out = sides(tmp_path / "few")
+    assert few_train <= train
+    assert few_held_out <= held_out
+    reversed_train, reversed_held_out = sides(tmp_path / "reversed")
+    assert reversed_train.isdisjoint(held_out)
+    assert reversed_held_out.isdisjoint(train)
+    assert data.prepare(whole, tmp_path / "again") == card
 
 
 def test_variants_of_a_question_stand_on_one_side(tmp_path: Path) -> None:
-    asked = [(n, at, change(f"Where is {n} today")) for n in range(99) for at, change in enumerate(VARIANTS)]
-    assert prepared(tmp_path, [chat_row(question, f"{n} {at}") for n, at, question in asked]).rejected == 0
-    sides = data.load(tmp_path / "out")
-    train, held_out = ({row["messages"][1]["content"].split()[0] for row in side} for side in sides)
-    assert train and held_out and not train & held_out
+    rows = []
+    for number in range(99):
+        for variant, change in enumerate(VARIANTS):
+            question = change(f"Where is {number} today")
+            rows.append(chat_row(question, f"{number} {variant}"))
+    card = prepared(tmp_path, rows)
+    assert card.rejected == 0
+
+    numbers = []
+    for side in data.load(tmp_path / "out"):
+        answers = [row["messages"][1]["content"] for row in side]
+        numbers.append({answer.split()[0] for answer in answers})
+    train, held_out = numbers
+    assert train
+    assert held_out
+    assert train.isdisjoint(held_out)
 
 
 def test_rows_to_hold_back_are_not_those_to_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, copy = (write(tmp_path / name, [qa(n) for n in range(9)]) for name in ("a.jsonl", "b.jsonl"))
+    rows = [qa(n) for n in range(9)]
+    path = write(tmp_path / "a.jsonl", rows)
+    copy = write(tmp_path / "b.jsonl", rows)
     monkeypatch.chdir(tmp_path)
     for same in (copy, "./a.jsonl"):
         with refused("18 = 9 accepted + 9 rejected", "0 train, 9 eval", "leak, saw one like", "line 1"):
             data.prepare(path, tmp_path / "out", eval_source=same)
+
+
+def test_held_out_rows_that_cannot_be_used_leave_nothing_to_evaluate(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [qa(n) for n in range(9)])
     for rows in ([], [{"text": "no columns"}] * 20):
+        held_out = write(tmp_path / "b.jsonl", rows)
         with refused(path, "train, 0 eval", "other files with DATA and EVAL_DATA"):
-            data.prepare(path, tmp_path / "out", eval_source=write(Path(copy), rows))
+            data.prepare(path, tmp_path / "out", eval_source=held_out)
 
 
-def test_files_are_held_out_by_their_names_and_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    write(tmp_path / "in/train.jsonl", [qa(n) for n in range(10)])
-    (tmp_path / "in/test-00000-of-00001.jsonl.gz").write_bytes(file_of("lines.jsonl.gz", [qa(20), qa(21), qa(3, "no")]))
-    card = data.prepare(str(tmp_path / "in"), tmp_path / "out")
-    assert (card.train, card.eval, card.reasons) == (9, 3, {"leak": 1})
+def test_files_are_held_out_by_their_names(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    write(source / "train.jsonl", [qa(n) for n in range(10)])
+    held_out = [qa(20), qa(21), qa(3, "no")]
+    (source / "test-00000-of-00001.jsonl.gz").write_bytes(file_of("lines.jsonl.gz", held_out))
+    card = data.prepare(str(source), tmp_path / "out")
+    assert card.train == 9
+    assert card.eval == 3
+    assert card.reasons == {"leak": 1}
+
+
+def test_hidden_files_are_not_read_and_a_held_out_file_may_be_trained_on_by_its_name(tmp_path: Path) -> None:
     for number, name in enumerate(("b/y", "a/x", "Test/x", "a/.old/x", ".git/x", "a/~$x")):
-        write(tmp_path / f"deep/{name}.jsonl", [qa(number)])
-    found, held_out = build.find_sources([str(tmp_path / "deep")], "")
-    assert [str(file.relative_to(tmp_path / "deep")) for file in found] == ["a/x.jsonl", "b/y.jsonl"]
-    assert held_out == [tmp_path / "deep/Test/x.jsonl"] and build.find_sources([str(held_out[0])], "") == (held_out, [])
-    files = [write(tmp_path / "a/x.jsonl", [qa(1)]), write(tmp_path / "b/x.jsonl", [qa(1), qa(2, "")])]
-    found = report(*files)
-    assert list(found["files"].values()) == [1, 2]
-    places = {problem["kind"]: (problem["file"], problem["seen"]) for problem in found["problems"]}
-    assert places["empty"][0].endswith("b/x.jsonl") and "like x.jsonl line 1" in places["duplicate"][1]
+        write(tmp_path / f"{name}.jsonl", [qa(number)])
+    files, held_out = build.find_sources([str(tmp_path)], "")
+    test_file = tmp_path / "Test/x.jsonl"
+    assert files == [tmp_path / "a/x.jsonl", tmp_path / "b/y.jsonl"]
+    assert held_out == [test_file]
+    assert build.find_sources([str(test_file)], "") == ([test_file], [])
+
+
+def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    first = write(tmp_path / "a/x.jsonl", [qa(1)])
+    second = write(tmp_path / "b/x.jsonl", [qa(1), qa(2, "")])
+    counts = report(first, second)
+    assert list(counts["files"].values()) == [1, 2]
+    problems = {problem["kind"]: problem for problem in counts["problems"]}
+    assert problems["empty"]["file"].endswith("b/x.jsonl")
+    assert "like x.jsonl line 1" in problems["duplicate"]["seen"]
 
 
 def test_smaller_sets_lie_inside_larger_ones_and_share_their_evaluation(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [qa(n) for n in range(300)])
-    cards = [data.prepare(path, tmp_path / str(n), rows=n) for n in (20, 50, 0)]
-    small, middle, whole = ({str(row) for row in data.load(tmp_path / str(n))[0]} for n in (20, 50, 0))
-    assert (len(small), len(middle)) == (20, 50) and small < middle < whole
-    assert cards[0].accepted == 300 == cards[0].train + cards[0].eval + cards[0].unused and cards[2].unused == 0
-    assert len({(tmp_path / str(n) / "eval.jsonl").read_bytes() for n in (20, 50, 0)}) == 1
+    small = data.prepare(path, tmp_path / "small", rows=20)
+    data.prepare(path, tmp_path / "middle", rows=50)
+    whole = data.prepare(path, tmp_path / "whole")
+    assert small.accepted == 300
+    assert small.accepted == small.train + small.eval + small.unused
+    assert whole.unused == 0
+
+    small_train, _ = sides(tmp_path / "small")
+    middle_train, _ = sides(tmp_path / "middle")
+    whole_train, _ = sides(tmp_path / "whole")
+    assert len(small_train) == 20
+    assert len(middle_train) == 50
+    assert small_train < middle_train
+    assert middle_train < whole_train
+    held_out = (tmp_path / "whole/eval.jsonl").read_bytes()
+    assert (tmp_path / "small/eval.jsonl").read_bytes() == held_out
+    assert (tmp_path / "middle/eval.jsonl").read_bytes() == held_out
 
 
 def near_duplicates(rows: list[dict[str, Any]]) -> dict[int, int]:
@@ -704,46 +1125,72 @@ def near_duplicates(rows: list[dict[str, Any]]) -> dict[int, int]:
 
 
 def unrelated(count: int) -> list[dict[str, Any]]:
+    """Rows of random words that have next to nothing in common."""
     chance = random.Random(7)
     words = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(2000)]
-    texts = [[" ".join(chance.choices(words, k=k)) for k in (12, 20)] for _ in range(count)]
-    return [chat_row(*pair) for pair in texts]
+    rows = []
+    for _ in range(count):
+        question = " ".join(chance.choices(words, k=12))
+        answer = " ".join(chance.choices(words, k=20))
+        rows.append(chat_row(question, answer))
+    return rows
 
 
-def test_what_is_nearly_the_same_is_found_among_others() -> None:
-    others, chance, copies = unrelated(300), random.Random(1), []
-    for change, text in (
-        (lambda text: text.replace(".", "!", 1), ENGLISH), (lambda text: text.replace("morning", "evening"), ENGLISH),
-        (lambda text: text.replace("，", ",").replace("。", ""), ZH),
-        (str.upper, ENGLISH), (lambda text: text.translate(WIDE), ENGLISH),
-        (lambda text: text.replace("working days", "working-days"), ENGLISH),
-    ):  # fmt: skip
-        rows = [*others[:100], chat_row(QUESTION, text), *others[100:], chat_row(change(QUESTION), change(text))]
-        assert change(text) != text and near_duplicates(rows) == {301: 100}, change(text)
-    for question, answer in ((turn["content"] for turn in row["messages"]) for row in others):
-        at = chance.randrange(len(answer))
-        copies.append(chat_row(question, f"{answer[:at]}z{answer[at + 1 :]}"))
-    assert len(near_duplicates(others + copies)) >= 0.98 * len(others), "nearly all pairs are found"
+SMALL_CHANGES = {
+    "a mark": (ENGLISH, lambda text: text.replace(".", "!", 1)),
+    "a word": (ENGLISH, lambda text: text.replace("morning", "evening")),
+    "Chinese marks": (ZH, lambda text: text.replace("，", ",").replace("。", "")),
+    "capitals": (ENGLISH, str.upper),
+    "wide letters": (ENGLISH, lambda text: text.translate(WIDE)),
+    "a hyphen": (ENGLISH, lambda text: text.replace("working days", "working-days")),
+}
+
+
+@pytest.mark.parametrize(("text", "change"), SMALL_CHANGES.values(), ids=SMALL_CHANGES)
+def test_what_is_nearly_the_same_is_found_among_others(text: str, change: Callable[[str], str]) -> None:
+    changed = change(text)
+    assert changed != text
+    row = chat_row(QUESTION, text)
+    near_copy = chat_row(change(QUESTION), changed)
+    others = unrelated(300)
+    rows = [*others[:100], row, *others[100:], near_copy]
+    assert near_duplicates(rows) == {301: 100}
+
+
+def test_nearly_all_near_duplicates_are_found() -> None:
+    rows = unrelated(300)
+    chance = random.Random(1)
+    copies = []
+    for row in rows:
+        question, answer = (turn["content"] for turn in row["messages"])
+        place = chance.randrange(len(answer))
+        copies.append(chat_row(question, f"{answer[:place]}z{answer[place + 1 :]}"))
+    assert len(near_duplicates(rows + copies)) >= 0.98 * len(rows)
 
 
 @pytest.mark.slow
-def test_long_rows_are_compared_a_few_at_a_time_with_the_same_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_rows_are_compared_in_bounded_memory(tmp_path: Path) -> None:
     code = "rows = (dedupe.RowText('', str(n), 'abcd' * (1 << 20)) for n in range(16))\ndedupe._signatures(rows)"
     assert peak_mib(code, tmp_path) < 700, "16 rows of 4 MiB"
-    pair = [chat_row(question, ENGLISH) for question in (QUESTION, QUESTION.upper())]
-    rows = [*unrelated(100), pair[0], chat_row("-", "-a-b 1-2"), pair[1]]
+
+
+@pytest.mark.slow
+def test_rows_compared_a_few_at_a_time_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = chat_row(QUESTION, ENGLISH)
+    near_copy = chat_row(QUESTION.upper(), ENGLISH)
+    rows = [*unrelated(100), row, chat_row("-", "-a-b 1-2"), near_copy]
     compared = [row_text(**row) for row in rows]
     whole = dedupe._signatures(iter(compared))
     monkeypatch.setattr(dedupe, "BATCH_CHARACTERS", 300)
-    assert np.array_equal(dedupe._signatures(iter(compared)), whole) and near_duplicates(rows) == {102: 100}
+    assert np.array_equal(dedupe._signatures(iter(compared)), whole)
+    assert near_duplicates(rows) == {102: 100}
 
 
 @pytest.mark.parametrize(("row", "other"), [
     ((f"Order 4711: {QUESTION}", ENGLISH), (f"Order 4712: {QUESTION}", ENGLISH)),
     ((f"我要三箱苹果。{ZH}", ZH), (f"我要五箱苹果。{ZH}", ZH)),
-    (("Where is Lyon?", ENGLISH), ("Who was Ada?", ENGLISH)), ((QUESTION, "3.5 kg"), (QUESTION, "35 kg")),
+    (("Where is Lyon?", ENGLISH), ("Who was Ada?", ENGLISH)),
+    ((QUESTION, "3.5 kg"), (QUESTION, "35 kg")),
     (("What is 4 - 2?", "2"), ("What is 4 / 2?", "2")),
     ((f"In C: {QUESTION}", ENGLISH), (f"In C#: {QUESTION}", ENGLISH)),
 ])  # fmt: skip
@@ -753,25 +1200,60 @@ def test_what_only_looks_alike_is_kept(row: tuple[str, str], other: tuple[str, s
 
 def test_a_template_filled_in_many_times_is_kept_but_not_its_copies() -> None:
     template = f"Classify the review into positive or negative, and answer with this word alone. {ENGLISH} Review: "
-    rows = [chat_row(template + row["messages"][0]["content"][:13], "positive") for row in unrelated(TEMPLATE + 40)]
-    copy = chat_row(rows[3]["messages"][0]["content"].upper() + " !", "positive")
+    rows = []
+    for row in unrelated(TEMPLATE + 40):
+        review = row["messages"][0]["content"][:13]
+        rows.append(chat_row(template + review, "positive"))
+    question = rows[3]["messages"][0]["content"]
+    copy = chat_row(question.upper() + " !", "positive")
     assert near_duplicates([*rows, copy]) == {len(rows): 3}
     assert near_duplicates(rows[:TEMPLATE]), "a few rows that resemble each other are near duplicates"
 
 
-@pytest.mark.parametrize(("asked", "trained", "reason"), [
-    ("Who wrote Hamlet?", "who wrote hamlet", "leak"), ("谁写的？", "谁写的 ?", "leak"), ("a １２", "A 12", "leak"),
-    ("3.5 kg?", "35 kg?", ""), ("4 - 2?", "4 / 2?", ""), ("?", "!", ""), ("C", "C#", ""),
-    (f"Please: {QUESTION}", QUESTION, "near_leak"),
+def assert_held_out_row_stays(folder: Path, trained: dict[str, Any], held_out: dict[str, Any], reason: str) -> None:
+    """The row to train on is rejected for this reason and says which held-out row it is like."""
+    eval_source = write(folder / "b.jsonl", [held_out])
+    card = prepared(folder, [trained, qa(1)], eval_source=eval_source)
+    assert card.train == 1
+    assert card.eval == 1
+    assert card.reasons == {reason: 1}
+    [entry] = data.stored_rows(folder / "out" / "rejected.jsonl")
+    assert entry["line"] == 1
+    assert "b.jsonl line 1" in entry["problems"][0]["seen"]
+
+
+@pytest.mark.parametrize(("held_out", "trained"), [
+    ("Who wrote Hamlet?", "who wrote hamlet"),
+    ("谁写的？", "谁写的 ?"),
+    ("a １２", "A 12"),
 ])  # fmt: skip
-def test_of_two_alike_the_held_out_row_stays(tmp_path: Path, asked: str, trained: str, reason: str) -> None:
-    answers = (ENGLISH, ENGLISH.upper()) if reason == "near_leak" else ("one answer", "quite another one")
-    held_out = write(tmp_path / "b.jsonl", [chat_row(asked, answers[1])])
-    card = prepared(tmp_path, [chat_row(trained, answers[0]), qa(1)], eval_source=held_out)
-    assert (card.train, card.eval, card.reasons) == ((1, 1, {reason: 1}) if reason else (2, 1, {}))
-    entries = data.stored_rows(tmp_path / "out" / "rejected.jsonl")
-    places = [(entry["line"], "b.jsonl line 1" in entry["problems"][0]["seen"]) for entry in entries]
-    assert places == [(1, True)] * len(card.reasons)
+def test_of_two_with_one_question_the_held_out_row_stays(tmp_path: Path, held_out: str, trained: str) -> None:
+    trained_row = chat_row(trained, "one answer")
+    held_out_row = chat_row(held_out, "quite another one")
+    assert_held_out_row_stays(tmp_path, trained_row, held_out_row, "leak")
+
+
+def test_of_two_that_are_nearly_the_same_the_held_out_row_stays(tmp_path: Path) -> None:
+    trained_row = chat_row(QUESTION, ENGLISH)
+    held_out_row = chat_row(f"Please: {QUESTION}", ENGLISH.upper())
+    assert_held_out_row_stays(tmp_path, trained_row, held_out_row, "near_leak")
+
+
+@pytest.mark.parametrize(("held_out", "trained"), [
+    ("3.5 kg?", "35 kg?"),
+    ("4 - 2?", "4 / 2?"),
+    ("?", "!"),
+    ("C", "C#"),
+])  # fmt: skip
+def test_of_two_with_different_questions_both_stay(tmp_path: Path, held_out: str, trained: str) -> None:
+    trained_row = chat_row(trained, "one answer")
+    held_out_row = chat_row(held_out, "quite another one")
+    eval_source = write(tmp_path / "b.jsonl", [held_out_row])
+    card = prepared(tmp_path, [trained_row, qa(1)], eval_source=eval_source)
+    assert card.train == 2
+    assert card.eval == 1
+    assert card.reasons == {}
+    assert data.stored_rows(tmp_path / "out" / "rejected.jsonl") == []
 
 
 def test_a_source_that_is_mostly_broken_is_refused_and_its_rows_are_written(tmp_path: Path) -> None:
@@ -779,76 +1261,134 @@ def test_a_source_that_is_mostly_broken_is_refused_and_its_rows_are_written(tmp_
         data.prepare(str(SAMPLES / "broken_rows.jsonl"), tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["rejected.jsonl"]
     assert len(data.stored_rows(tmp_path / "out" / "rejected.jsonl")) == 27
-    assert prepared(tmp_path / "copies", [qa(n) for n in range(20)] * 5).accepted == 20
-    for rows in ([], [qa(1)]):
-        with refused(
-            f"{len(rows)} = {len(rows)} accepted + 0 rejected", "at least one row to train on and one to hold out"
-        ):
-            prepared(tmp_path / "few", rows)
-    assert not (tmp_path / "few/out/data_card.json").exists()
+
+
+def test_a_source_that_is_mostly_copies_is_taken(tmp_path: Path) -> None:
+    rows = [qa(n) for n in range(20)]
+    assert prepared(tmp_path, rows * 5).accepted == 20
+
+
+@pytest.mark.parametrize("rows", [[], [qa(1)]])
+def test_rows_for_one_side_alone_are_refused(tmp_path: Path, rows: list[Any]) -> None:
+    count = len(rows)
+    with refused(
+        f"{count} = {count} accepted + 0 rejected",
+        "at least one row to train on and one to hold out",
+    ):
+        prepared(tmp_path, rows)
+    assert not (tmp_path / "out/data_card.json").exists()
 
 
 def test_few_rows_still_leave_one_for_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "digests", lambda row, numbers: (hash(str(row)) % 2**64, 2**64 - 1))  # none for eval
-    card = prepared(tmp_path, [chat_row("3?", "yes"), chat_row("3?", "yes") | {"tools": [TOOL]}])
-    train, held_out = data.load(tmp_path / "out")
-    assert (card.train, card.eval) == (1, 1)
-    assert sorted(map(len, train + held_out)) == [1, 2], "other tools make another row, and they are stored"
+    largest = 2**64 - 1  # a question with this digest is not held out
+
+    def digests(row: data.ChatRow, numbers: bool) -> tuple[int, int]:
+        return hash(str(row)) % 2**64, largest
+
+    monkeypatch.setattr(build, "digests", digests)
+    row = chat_row("3?", "yes")
+    with_tools = row | {"tools": [TOOL]}
+    card = prepared(tmp_path, [row, with_tools])
+    assert card.train == 1
+    assert card.eval == 1
+    [train], [held_out] = data.load(tmp_path / "out")
+    columns = [set(train), set(held_out)]
+    assert {"messages"} in columns, "other tools make another row"
+    assert {"messages", "tools"} in columns, "and they are stored"
+
+
+def test_a_row_without_private_data_is_shown_where_there_is_one() -> None:
+    private = chat_row("Who?", "Nobody knows! Call 13812345678.")
+    plain = chat_row("订单到了吗", "到了")
+    assert data.row_to_show([private, plain]) is plain
+    assert data.row_to_show([private]) is private
 
 
 def test_a_card_tells_what_is_in_the_rows_and_nothing_private(tmp_path: Path) -> None:
-    rows = [chat_row(f"订单 {n} 到了吗", '{"city": null}') for n in range(9)] + [chat_row("?", "!")]
-    rows += [chat_row("Who? \n", f"Nobody knows{end} Call 13812345678.") for end in ("", "!")]  # near duplicates
+    rows = [chat_row(f"订单 {n} 到了吗", '{"city": null}') for n in range(9)]
+    rows += [
+        chat_row("?", "!"),
+        chat_row("Who? \n", "Nobody knows Call 13812345678."),
+        chat_row("Who? \n", "Nobody knows! Call 13812345678."),
+    ]
     card = prepared(tmp_path, rows)
-    assert card.languages == {"zh": 9, "en": 1, "other": 1} and sum(card.characters.values()) == 11
-    assert (card.reasons, card.trimmed, card.warnings) == ({"near_duplicate": 1}, 2, {"phone": 2})
-    assert "12 = 11 accepted + 1 rejected" in str(card) and card.fingerprint in str(card)
-    assert "138****" in card.examples[0] and "line 11" in card.examples[0]
-    assert "13812345678" not in str(card) + (tmp_path / "out" / "data_card.json").read_text(encoding="utf-8")
-    assert data.row_to_show([rows[-1], rows[0]]) is rows[0] and data.row_to_show([rows[-1]]) is rows[-1]
+    assert card.languages == {"zh": 9, "en": 1, "other": 1}
+    assert sum(card.characters.values()) == 11
+    assert card.reasons == {"near_duplicate": 1}
+    assert card.trimmed == 2
+    assert card.warnings == {"phone": 2}
+    assert "12 = 11 accepted + 1 rejected" in str(card)
+    assert card.fingerprint in str(card)
+    assert "138****" in card.examples[0]
+    assert "line 11" in card.examples[0]
+    assert "13812345678" not in str(card)
+    assert "13812345678" not in (tmp_path / "out" / "data_card.json").read_text(encoding="utf-8")
 
 
 def test_unknown_columns_are_asked_for_and_the_answer_is_taken_and_compared(tmp_path: Path) -> None:
     odd = [{"标题": "发票 13812345678", "正文": f"订单 {n} 什么时候开？", "回复": f"第 {n} 天。"} for n in range(9)]
-    path, columns = write(tmp_path / "a.jsonl", odd), "user=标题+正文, assistant=回复"
+    path = write(tmp_path / "a.jsonl", odd)
     with refused("0 train, 0 eval", "标题, 正文, 回复", "COLUMNS = ") as caught:
         data.prepare(path, tmp_path / "out")
     assert "13812345678" not in str(caught.value)
+
     card = data.prepare(path, tmp_path / "out", columns="user = 标题 + 正文, assistant=回复")
-    assert (card.accepted, card.warnings) == (9, {"phone": 9})
-    assert data.prepare(path, tmp_path / "out") == data.prepare(path, tmp_path / "out", columns=columns) == card
+    assert card.accepted == 9
+    assert card.warnings == {"phone": 9}
+    assert data.prepare(path, tmp_path / "out") == card
+    assert data.prepare(path, tmp_path / "out", columns="user=标题+正文, assistant=回复") == card, "spaces say nothing"
     with refused("already holds data made from other input", "user = 标题 + 正文"):
         data.prepare(path, tmp_path / "out", columns="user=正文, assistant=回复")
 
 
 def test_finished_data_is_reused_and_never_exchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, other = (write(tmp_path / f"{n}.jsonl", [qa(i) for i in range(n)]) for n in (30, 40))
-    first = data.prepare(path, tmp_path / "out", default="assistant_en")
-    before = (tmp_path / "out" / "train.jsonl").stat().st_mtime_ns
-    assert first.source == path and data.prepare(path, tmp_path / "out") == first
-    assert data.prepare("", tmp_path / "out", default="assistant_en") == first
-    assert (tmp_path / "out" / "train.jsonl").stat().st_mtime_ns == before
+    out = tmp_path / "out"
+    path = write(tmp_path / "30.jsonl", [qa(n) for n in range(30)])
+    other = write(tmp_path / "40.jsonl", [qa(n) for n in range(40)])
+    first = data.prepare(path, out, default="assistant_en")
+    assert first.source == path
+
+    time_written = (out / "train.jsonl").stat().st_mtime_ns
+    assert data.prepare(path, out) == first
+    assert data.prepare("", out, default="assistant_en") == first
+    assert (out / "train.jsonl").stat().st_mtime_ns == time_written
     assert "nothing is repeated" in capsys.readouterr().out
-    for source, settings in ((other, {}), (path, {"rows": 5}), ("", {"eval_source": other})):
-        with refused("already holds data made from other input", "RUN_NAME"):
-            data.prepare(source, tmp_path / "out", **settings)
-    os.remove(path)  # the machine it was on is gone
-    assert data.prepare(path, tmp_path / "out") == first
+
+    with refused("already holds data made from other input", "RUN_NAME"):
+        data.prepare(other, out)
+    with refused("already holds data made from other input", "RUN_NAME"):
+        data.prepare(path, out, rows=5)
+    with refused("already holds data made from other input", "RUN_NAME"):
+        data.prepare("", out, eval_source=other)
+
+
+def test_finished_data_is_reused_where_its_source_is_gone(tmp_path: Path) -> None:
+    first = prepared(tmp_path, [qa(n) for n in range(30)])
+    os.remove(first.source)
+    assert data.prepare(first.source, tmp_path / "out") == first
     with refused("Correct the path"):
         data.prepare(str(tmp_path / "c.jsonl"), tmp_path / "out")
-    file = tmp_path / "out" / "data_card.json"  # a card of an earlier version
-    new = ("columns", "near", "repair", "warnings", "examples", "problems")
-    old = {name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name not in new}
-    old |= {"licence": "unstated", "lent": 0}
-    file.write_text(json.dumps(old), encoding="utf-8")
-    assert data.prepare(path, tmp_path / "out").fingerprint == first.fingerprint
+
+
+def test_a_card_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    card = prepared(tmp_path, [qa(n) for n in range(30)])
+    file = tmp_path / "out" / "data_card.json"
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    for new in ("columns", "near", "repair", "warnings", "examples", "problems"):
+        del fields[new]
+    fields |= {"licence": "unstated", "lent": 0}
+    file.write_text(json.dumps(fields), encoding="utf-8")
+    os.remove(card.source)
+    assert data.prepare(card.source, tmp_path / "out").fingerprint == card.fingerprint
 
 
 def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, out = [qa(n) for n in range(30)], tmp_path / "out"
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    rows = [qa(n) for n in range(30)]
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
         patch.setattr(build, "write_json", Mock(side_effect=KeyboardInterrupt))
-        prepared(tmp_path, rows)
+        with pytest.raises(KeyboardInterrupt):
+            prepared(tmp_path, rows)
     (out / "train.jsonl").write_text("half a ro", encoding="utf-8")
     with refused("the data is not prepared"):
         data.load(out)
@@ -857,109 +1397,165 @@ def test_half_written_data_is_made_anew(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = Mock(side_effect=OSError(28, "No space left on device"))
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device"):
-        patch.setattr(os, "fsync", full)
-        data.prepare("", tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space left on device"):
+            data.prepare("", tmp_path / "out")
     assert os.listdir(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("damage", ["edit", "cut", "remove", "card"])
+@pytest.mark.parametrize("damage", ["edited", "cut", "removed", "card cut"])
 def test_files_that_are_not_the_ones_of_the_card_are_not_trusted(tmp_path: Path, damage: str) -> None:
+    out = tmp_path / "out"
     path = prepared(tmp_path, [qa(n) for n in range(30)]).source
-    file = tmp_path / "out" / ("data_card.json" if damage == "card" else "train.jsonl")
+    file = out / ("data_card.json" if damage == "card cut" else "train.jsonl")
     text = file.read_text(encoding="utf-8")
-    file.write_text(text.replace("yes", "no ", 1) if damage == "edit" else text[: len(text) // 2], encoding="utf-8")
-    if damage == "remove":
+    if damage == "edited":
+        file.write_text(text.replace("yes", "no ", 1), encoding="utf-8")
+    elif damage == "removed":
         file.unlink()
-    for use in (data.verify, data.load, lambda out: data.prepare(path, out)):
-        with refused("are not the ones its card describes", "RUN_NAME"):
-            use(tmp_path / "out")
+    else:
+        file.write_text(text[: len(text) // 2], encoding="utf-8")
+
+    with refused("are not the ones its card describes", "RUN_NAME"):
+        data.verify(out)
+    with refused("are not the ones its card describes", "RUN_NAME"):
+        data.load(out)
+    with refused("are not the ones its card describes", "RUN_NAME"):
+        data.prepare(path, out)
 
 
 def run(*words: str | Path) -> Result:
+    """`nbutils data check *words`"""
     return CliRunner().invoke(app, ["data", "check", *map(str, words)])
 
 
 def report(*words: str | Path) -> dict[str, Any]:
     """The JSON of a check whose counts add up."""
     result = run(*words, "--json")
-    found = json.loads(result.stdout)
-    assert result.exit_code == int(not found["accepted"]), result.output
-    assert found["rows"] == found["accepted"] + found["rejected"] == sum(found["files"].values())
-    assert sum(found["reasons"].values()) == found["rejected"]
-    return found
+    counts = json.loads(result.stdout)
+    assert result.exit_code == (0 if counts["accepted"] else 1), result.output
+    assert counts["rows"] == counts["accepted"] + counts["rejected"]
+    assert counts["rows"] == sum(counts["files"].values())
+    assert counts["rejected"] == sum(counts["reasons"].values())
+    return counts
 
 
 def test_in_chinese_every_line_of_a_check_is_chinese_and_kinds_stay_codes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NBUTILS_LANG", "zh")
-    words = ("-m", "nbutils", "data", "check", SAMPLES / "broken_rows.jsonl", "--rejected", tmp_path / "bad.jsonl")
-    for line in filter(None, python(*words, home=tmp_path).stdout.splitlines()):
-        said = re.sub("（.*）|python -m .*", "", line)  # without what the row holds, and commands
-        assert re.search("[\u4e00-\u9fff]", said) and not re.search("[a-z]{2,} [a-z]{2,}", said), line
-    rejected = data.stored_rows(tmp_path / "bad.jsonl")
-    assert {row["line"]: row["problems"][0]["kind"] for row in rejected}.items() >= {
-        line: kind for line, (kind, _) in BROKEN.items()
-    }.items()
+    command = ("-m", "nbutils", "data", "check", SAMPLES / "broken_rows.jsonl", "--rejected", tmp_path / "bad.jsonl")
+    shown = python(*command, home=tmp_path).stdout
+    for line in shown.splitlines():
+        prose = re.sub("（.*）|python -m .*", "", line)  # without what the row holds, and commands
+        if line:
+            assert re.search("[\u4e00-\u9fff]", prose), line
+            assert not re.search("[a-z]{2,} [a-z]{2,}", prose), line
+
+    kinds = {row["line"]: row["problems"][0]["kind"] for row in data.stored_rows(tmp_path / "bad.jsonl")}
+    for line, (kind, _) in BROKEN.items():
+        assert kinds[line] == kind
 
 
-def test_a_check_counts_everything_and_writes_what_is_asked_for(tmp_path: Path, mixed: str) -> None:
-    found, shown = report(mixed), run(mixed).stdout
-    assert (found["rows"], found["accepted"], found["files"]) == (95, 62, {"mixed.jsonl": 95})
-    first = next(problem for problem in found["problems"] if problem["kind"] == "malformed_json")
-    assert (first["file"], first["line"], first["field"]) == ("mixed.jsonl", 65, "character 113")
-    assert {problem["kind"] for problem in found["problems"]} >= set(found["reasons"])
-    assert "= 62 accepted + 33 rejected" in shown and "line 65, character 113: malformed_json" in shown
+def test_a_check_counts_everything(mixed: str) -> None:
+    counts = report(mixed)
+    assert counts["rows"] == 95
+    assert counts["accepted"] == 62
+    assert counts["files"] == {"mixed.jsonl": 95}
+    kinds = [problem["kind"] for problem in counts["problems"]]
+    assert set(kinds) >= set(counts["reasons"])
+    first = counts["problems"][kinds.index("malformed_json")]
+    assert first["file"] == "mixed.jsonl"
+    assert first["line"] == 65
+    assert first["field"] == "character 113"
+    assert "near_duplicate" in counts["reasons"]
+    assert "near_duplicate" not in report(mixed, "--near", "0")["reasons"]
+
+    shown = run(mixed).stdout
+    assert "= 62 accepted + 33 rejected" in shown
+    assert "line 65, character 113: malformed_json" in shown
     assert "--rejected" in shown
-    assert "near_duplicate" in found["reasons"] and "near_duplicate" not in report(mixed, "--near", "0")["reasons"]
-    out, rejected = tmp_path / "out", tmp_path / "bad" / "rows.jsonl"
-    assert report(mixed, "--out", out, "--rejected", rejected)["reasons"] == found["reasons"]
-    assert len(data.stored_rows(rejected)) == 33 and rejected.read_bytes() == (out / "rejected.jsonl").read_bytes()
+
+
+def test_a_check_writes_what_is_asked_for(tmp_path: Path, mixed: str) -> None:
+    out = tmp_path / "out"
+    rejected = tmp_path / "bad" / "rows.jsonl"
+    written = report(mixed, "--out", out, "--rejected", rejected)
+    assert written["reasons"] == report(mixed)["reasons"]
+    assert len(data.stored_rows(rejected)) == 33
+    assert rejected.read_bytes() == (out / "rejected.jsonl").read_bytes()
     card = data.verify(out)
-    assert card.train + card.eval == 62 and data.prepare(mixed, out) == card, "a lesson can go on with it"
+    assert card.train + card.eval == 62
+    assert data.prepare(mixed, out) == card, "a lesson can go on with it"
     assert run(mixed, "--out", out).exit_code == 1, "prepared data is not overwritten"
-    found = report(write(tmp_path / "a.jsonl", [{"text": "no columns"}]), "--out", tmp_path / "none")
-    assert os.listdir(tmp_path / "none") == ["rejected.jsonl"]
+
+
+def test_a_check_that_accepts_no_row_writes_the_rejected_ones_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"text": "no columns"}])
+    report(path, "--out", tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == ["rejected.jsonl"]
 
 
 def test_every_rejected_row_can_be_found(tmp_path: Path) -> None:
     rows: list[Any] = [qa(n, f"yes, on day {n}") for n in range(20)]
-    rows[2], rows[5], rows[8], rows[11] = (qa(n, "") for n in range(30, 34))
-    rows[14] = {"messages": [{"role": "boss", "content": ""}, {"role": "user", "content": ""}]}  # several reasons
+    for index in (2, 5, 8, 11):
+        rows[index] = qa(30 + index, "")
+    two_faults = [{"role": "boss", "content": ""}, {"role": "user", "content": ""}]
+    rows[14] = {"messages": two_faults}
     path = write(tmp_path / "a.jsonl", rows)
+
     shown = run(path).stdout
-    assert all(f"a.jsonl line {line}," in shown for line in (3, 6, 9, 15)) and "empty 4" in shown
+    assert "empty 4" in shown
+    for line in (3, 6, 9, 15):  # three of one kind, and the other
+        assert f"a.jsonl line {line}," in shown
     assert re.search("5 rejected rows.*--rejected FILE", shown)
-    bad, out = tmp_path / "bad.jsonl", tmp_path / "out"
-    assert re.search(f"5 rejected rows.*{bad}", run(path, "--rejected", bad).stdout)
-    assert re.search(f"5 rejected rows.*{out / 'rejected.jsonl'}", run(path, "--out", out).stdout)
+
+    rejected = tmp_path / "bad.jsonl"
+    shown = run(path, "--rejected", rejected).stdout
+    assert re.search(f"5 rejected rows.*{rejected}", shown)
+    out = tmp_path / "out"
+    shown = run(path, "--out", out).stdout
+    assert re.search(f"5 rejected rows.*{out / 'rejected.jsonl'}", shown)
 
 
 def test_a_lesson_names_the_rejected_rows_too(tmp_path: Path) -> None:
-    card = prepared(tmp_path, [qa(n, "" if n < 5 else f"yes, on day {n}") for n in range(20)])
-    shown = card.rejected_text("out/rejected.jsonl")
-    assert all(f"a.jsonl line {line}," in shown for line in (1, 2, 3)) and "out/rejected.jsonl" in shown
-    assert "rejected.jsonl" not in data.prepare("", tmp_path / "sample").rejected_text("rejected.jsonl")
+    empty = [qa(n, "") for n in range(5)]
+    sound = [qa(n, f"yes, on day {n}") for n in range(5, 20)]
+    shown = prepared(tmp_path, empty + sound).rejected_text("out/rejected.jsonl")
+    assert "out/rejected.jsonl" in shown
+    for line in (1, 2, 3):
+        assert f"a.jsonl line {line}," in shown
+
+
+def test_a_lesson_names_no_file_of_rejected_rows_where_there_are_none(tmp_path: Path) -> None:
+    card = data.prepare("", tmp_path)
+    assert "rejected.jsonl" not in card.rejected_text("rejected.jsonl")
+
+
+def plan_command(shown: str) -> str:
+    """The command a check suggests, without `python -m nbutils`."""
+    [command] = re.findall(r"python -m nbutils (plan --rows \d+ --mean-length \d+)", shown)
+    return command
 
 
 @pytest.mark.parametrize("name", ["assistant_en", "assistant_zh"])
 def test_rows_and_mean_length_are_given_as_plan_wants_them(name: str) -> None:
-    folder, lines = SAMPLES / name, {}
-    for words in ((folder,), (folder, "--model", "tiny")):
-        shown = run(*words).stdout
-        assert ("estimate; --model NAME" in shown) == (len(words) == 1)
-        [lines[len(words)]] = [line for line in shown.splitlines() if "nbutils plan" in line]
-    command = re.search(r"python -m nbutils (plan --rows 102 --mean-length (\d+))", lines[1])
-    assert command and 45 < int(command[2]) < 65, "55 and 51 tokens of Qwen2.5"
-    assert CliRunner().invoke(app, command[1].split()).exit_code == 0
-    lengths = report(folder, "--model", "tiny")["lengths"]
-    assert f"--rows 102 --mean-length {lengths['mean']}" in lines[3]
+    folder = SAMPLES / name
+    estimated = run(folder).stdout
+    assert "estimate; --model NAME" in estimated
+    command = plan_command(estimated).split()
+    assert command[:3] == ["plan", "--rows", "102"]
+    assert 45 < int(command[-1]) < 65, "55 and 51 tokens of Qwen2.5"
+    assert CliRunner().invoke(app, command).exit_code == 0
+
     tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
     rows = data.stored_rows(folder / "train.jsonl") + data.stored_rows(folder / "eval.jsonl")
-    counted = filter_by_length(tokenizer, rows, 0).lengths
-    assert lengths["mean"] == round(sum(counted) / len(rows))
+    mean = round(sum(filter_by_length(tokenizer, rows, 0).lengths) / len(rows))
+    measured = run(folder, "--model", "tiny").stdout
+    assert "estimate; --model NAME" not in measured
+    assert plan_command(measured) == f"plan --rows 102 --mean-length {mean}"
+    assert report(folder, "--model", "tiny")["lengths"]["mean"] == mean
 
 
 def test_too_few_held_out_rows_are_told_before_anything_is_trained(tmp_path: Path) -> None:
@@ -967,85 +1563,138 @@ def test_too_few_held_out_rows_are_told_before_anything_is_trained(tmp_path: Pat
     card = data.prepare(path, tmp_path / "out")
     assert card.eval < evidence.LEAST_ROWS
     for shown in (str(card), run(path).stdout):
-        assert f"[WARN] held-out rows: {card.eval}." in shown and "EVAL_DATA" in shown and "cross-valid" in shown
+        assert f"[WARN] held-out rows: {card.eval}." in shown
+        assert "EVAL_DATA" in shown
+        assert "cross-valid" in shown
     assert "WARN" not in str(data.prepare("", tmp_path / "sample"))
 
 
 def test_what_held_out_rows_can_prove_follows_from_the_test_of_lesson_04() -> None:
-    def p(turned: int) -> float:  # of answers that all turned right
-        return paired_share_difference([0] * turned, [1] * turned).p
+    def p_if_all_turned_right(answers: int) -> float:
+        return paired_share_difference([0] * answers, [1] * answers).p
 
-    assert p(evidence.LEAST_TURNED) < evidence.ALPHA < p(evidence.LEAST_TURNED - 1)
+    assert p_if_all_turned_right(evidence.LEAST_TURNED) < evidence.ALPHA
+    assert p_if_all_turned_right(evidence.LEAST_TURNED - 1) > evidence.ALPHA
     assert evidence.LEAST_ROWS == evidence.LEAST_TURNED + 1, "one answer may stay as it was"
     assert evidence.remark(evidence.FEW_ROWS) == ""
     remark = evidence.remark(14)
-    assert "held-out rows: 14. 7 answers" in remark and "EVAL_DATA" in remark
+    assert "held-out rows: 14. 7 answers" in remark
+    assert "EVAL_DATA" in remark
 
 
-def test_no_repair_and_only_json_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [qa(n) for n in range(5)] + [qa(9, "订单已经发货了，请放心。".encode().decode("latin-1"))]
-    path = write(tmp_path / "latin.jsonl", rows)
-    monkeypatch.setattr(check, "find_sources", lambda *_: (print("downloading"), ([Path(path)], []))[1])
-    assert report(path)["warnings"] == {"mojibake": 1} and "downloading" in run(path, "--json").stderr
+GARBLED = "订单已经发货了，请放心。".encode().decode("latin-1")
+
+
+def test_a_check_repairs_unless_it_is_told_not_to(tmp_path: Path) -> None:
+    path = write(tmp_path / "latin.jsonl", [*(qa(n) for n in range(5)), qa(9, GARBLED)])
+    assert report(path)["warnings"] == {"mojibake": 1}
     assert report(path, "--no-repair")["reasons"] == {"mojibake": 1}
+
+
+def test_what_a_library_prints_during_a_check_is_not_among_its_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", [qa(n) for n in range(5)])
+
+    def print_and_find(*_: Any) -> tuple[list[Path], list[Path]]:
+        print("downloading")
+        return [Path(path)], []
+
+    monkeypatch.setattr(check, "find_sources", print_and_find)
+    result = run(path, "--json")
+    assert "downloading" in result.stderr
+    assert json.loads(result.stdout)["rows"] == 5
 
 
 def test_bad_rows_never_stop_a_check_and_columns_are_asked_for_masked(tmp_path: Path) -> None:
     rows = [{"title": f"Order {n}?", "mail": "a@b.cn", "reply": "yes", "13812345678": ""} for n in range(9)]
     path = write(tmp_path / "a.jsonl", rows)
-    found, shown = report(path), run(path).stdout
-    assert (found["accepted"], found["columns"]) == (0, ["title", "mail", "reply", "138****"])
-    assert "COLUMNS = " in shown and "9 = 0 accepted" in shown and "nbutils plan" not in shown
-    assert not [text for text in (shown, json.dumps(found)) if "13812345678" in text or "a@b.cn" in text]
+    counts = report(path)
+    assert counts["accepted"] == 0
+    assert counts["columns"] == ["title", "mail", "reply", "138****"]
+
+    shown = run(path).stdout
+    assert "COLUMNS = " in shown
+    assert "9 = 0 accepted" in shown
+    assert "nbutils plan" not in shown
+    for text in (shown, json.dumps(counts)):
+        assert "13812345678" not in text
+        assert "a@b.cn" not in text
+
     assert report(path, "--columns", "user=title+mail, assistant=reply")["warnings"] == {"email": 9}
-    assert [file.name for file in tmp_path.iterdir()] == ["a.jsonl"]
+    assert os.listdir(tmp_path) == ["a.jsonl"], "a check writes nothing unasked"
+
+
+def assert_fails_with_a_message(result: Result) -> None:
+    assert result.exit_code == 1
+    assert "[FAIL]" in result.stderr
+    assert result.stdout == ""
 
 
 def test_a_check_that_cannot_be_made_ends_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    result = run(tmp_path / "missing.jsonl", "--json")
-    assert result.exit_code == 1 and "[FAIL]" in result.stderr and result.stdout == ""
     path = write(tmp_path / "a.jsonl", [qa(n) for n in range(20)])
-    (tmp_path / "file").touch()
-    options = [["--columns", "what is this"], ["--max-length", "9"], ["--out", tmp_path / "file"]]
-    options += [["--rejected", tmp_path], ["--model", tmp_path / "no model"]]
-    for words in options:
-        result = run(path, *words)
-        assert result.exit_code == 1 and "[FAIL]" in result.stderr and result.stdout == "", words
+    a_file = tmp_path / "file"
+    a_file.touch()
+    assert_fails_with_a_message(run(tmp_path / "missing.jsonl", "--json"))
+    assert_fails_with_a_message(run(path, "--columns", "what is this"))
+    assert_fails_with_a_message(run(path, "--max-length", "9"))
+    assert_fails_with_a_message(run(path, "--out", a_file))
+    assert_fails_with_a_message(run(path, "--rejected", tmp_path))
+    assert_fails_with_a_message(run(path, "--model", tmp_path / "no model"))
 
 
-@pytest.mark.parametrize("mine", ["train.jsonl", "rejected.jsonl", ".hidden", "link"])
-def test_files_of_mine_are_refused_and_left_alone(tmp_path: Path, mixed: str, mine: str) -> None:
-    out = tmp_path / "mine"
-    out.mkdir()
-    (out / mine).symlink_to(tmp_path / "elsewhere") if mine == "link" else (out / mine).write_text("years of work")
-    for words in (["--out", out], ["--rejected", out / mine]):
-        assert run(mixed, *words).exit_code == 1
-    assert os.listdir(out) == [mine] and not (tmp_path / "elsewhere").exists()
-    assert mine == "link" or (out / mine).read_text() == "years of work"
+@pytest.mark.parametrize("name", ["train.jsonl", "rejected.jsonl", ".hidden"])
+def test_files_of_mine_are_refused_and_left_alone(tmp_path: Path, mixed: str, name: str) -> None:
+    mine = tmp_path / "mine" / name
+    mine.parent.mkdir()
+    mine.write_text("years of work")
+    assert run(mixed, "--out", mine.parent).exit_code == 1
+    assert run(mixed, "--rejected", mine).exit_code == 1
+    assert os.listdir(mine.parent) == [name]
+    assert mine.read_text() == "years of work"
+
+
+def test_a_link_of_mine_is_refused_and_not_followed(tmp_path: Path, mixed: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    mine = tmp_path / "mine" / "link"
+    mine.parent.mkdir()
+    mine.symlink_to(elsewhere)
+    assert run(mixed, "--out", mine.parent).exit_code == 1
+    assert run(mixed, "--rejected", mine).exit_code == 1
+    assert os.listdir(mine.parent) == ["link"]
+    assert not elsewhere.exists()
 
 
 def test_rows_over_the_limit_are_counted(tmp_path: Path) -> None:
-    rows = [chat_row(f"Is order {n} on its way?", "yes " * (400 if n == 7 else 1)) for n in range(20)]
+    rows = [qa(n) for n in range(20)]
+    rows[7] = qa(7, "yes " * 400)
     path = write(tmp_path / "a.jsonl", rows)
     lengths = report(path, "--model", "tiny", "--max-length", "128")["lengths"]
-    assert (lengths["over"], lengths["max_length"]) == (1, 128) and lengths["longest"] > 328
+    assert lengths["over"] == 1
+    assert lengths["max_length"] == 128
+    assert lengths["longest"] > 328
     assert report(path, "--model", SAMPLES / "tiny_base", "--max-length", "128")["lengths"] == lengths
     shown = f"lengths      mean {lengths['mean']}, longest {lengths['longest']}\n"
     assert shown in run(path, "--model", "tiny").stdout, "no limit"
+
+
+def test_rows_that_are_all_over_the_limit_are_refused_with_what_the_model_can_take() -> None:
     tokenizer = AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
     with refused(f"up to {tokenizer.model_max_length} tokens (SET", 'SET = "sft.max_length=1024"'):
         filter_by_length(tokenizer, [chat_row("?", "yes " * 2000)], 128)
 
 
-def test_the_name_of_a_file_does_not_steer_the_terminal(tmp_path: Path, capsys: Any) -> None:
+def test_the_name_of_a_file_does_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / f"rows{ESCAPES}.jsonl"
-    file.write_text("".join(f"{json.dumps(qa(n))}\n" for n in range(30)) + "{broken\n", encoding="utf-8")
+    file.write_text(json_lines([qa(n) for n in range(30)]) + "{broken\n", encoding="utf-8")
     shown = run(file).output
-    assert "rows" in shown and not steers(shown)
+    assert "rows" in shown
+    assert not steers(shown)
     assert report(file)["files"] == {file.name: 31}, "a program reads the name as it is"
     assert not steers(run(file, "--json").output)
     print(data.prepare(str(file), tmp_path / "out"))
     with refused("Correct the path") as caught:
         data.prepare(str(tmp_path / f"none{ESCAPES}.jsonl"), tmp_path / "other")
-    assert not steers(capsys.readouterr().out + str(caught.value))
+    assert not steers(str(caught.value))
+    assert not steers(capsys.readouterr().out)
