@@ -40,7 +40,7 @@ class CourseGroup(click.Group):
         except BrokenPipeError:  # whoever read it, as `head` or a pager, has ended: click ends quietly
             raise
         except (CourseError, OSError) as error:
-            failure = error if isinstance(error, CourseError) else CourseError(str(error))
+            failure = error if isinstance(error, CourseError) else CourseError(str(error), todo="")
             print(f"\n[FAIL] {failure}", file=sys.stderr)
             sys.exit(1)
 
