@@ -268,7 +268,8 @@ def test_former_names_in_set_are_understood() -> None:
     mixed = config.settings_in("train.batch=16, sft.per_device_train_batch_size=2")
     assert mixed == batch | {"course.conversations_per_step": 16, "sft.per_device_train_batch_size": 2}
     packed = config.settings_in("train.batch=8, train.micro_batch=auto, train.packing=true")
-    assert (packed["sft.per_device_train_batch_size"], packed["sft.gradient_accumulation_steps"]) == (1, 8)
+    assert packed["sft.per_device_train_batch_size"] == 1
+    assert packed["sft.gradient_accumulation_steps"] == 8
     mixed = config.settings_in("train.micro_batch=4, sft.gradient_accumulation_steps=2")
     assert mixed == {"sft.per_device_train_batch_size": 4, "sft.gradient_accumulation_steps": 2}
     assert set(former_names.RENAMED.values()) <= set(config.keys()), "every new name is one of today's"
@@ -277,10 +278,14 @@ def test_former_names_in_set_are_understood() -> None:
     for text in ("train.batch=6, train.micro_batch=4", "train.batch=2, train.micro_batch=0", "train.batch=two"):
         with refused("problem(s)"):
             resolve("tiny", text=text)
-    began = {"rows_per_step": 2, "sft": {"packing": True}}  # of tiny, with a SET of the version before
-    for text in ("train.micro_batch=1", "train.batch=2"):
-        kept = profiles.fit(profiles.keep_begun(resolve("tiny", text=text), began), profiles.Rows.of([40] * 800))
-        assert recipe.rows_per_step(kept.profile.sft) == 2, "it goes on"
+
+
+@pytest.mark.parametrize("text", ["train.micro_batch=1", "train.batch=2"])
+def test_a_run_that_began_with_former_names_goes_on(text: str) -> None:
+    began = {"rows_per_step": 2, "sft": {"packing": True}}  # of tiny
+    begun = profiles.keep_begun(resolve("tiny", text=text), began)
+    kept = profiles.fit(begun, profiles.Rows.of([40] * 800))
+    assert recipe.rows_per_step(kept.profile.sft) == 2
 
 
 @pytest.mark.parametrize(
@@ -617,20 +622,25 @@ def test_what_was_named_is_never_replaced(profile: str, model: str) -> None:
         resolve(profile, model, T4, online=lambda: False)
 
 
-def test_auto_values_are_decided_by_the_gpu_and_named_ones_kept(altered: Altered, monkeypatch: Patch) -> None:
+def test_auto_values_are_decided_by_the_gpu() -> None:
     for gpu in (None, T4, RTX):
         resolved = resolve("tiny", gpu=gpu, online=never)
         assert resolved.choices["from_pretrained.dtype"] == hardware.dtype(gpu)
         assert resolved.profile.from_pretrained.attn_implementation == hardware.attention(gpu).value
         assert resolved.profile.sft.use_liger_kernel == hardware.liger(gpu).value
+
+
+def test_with_all_kernels_installed_auto_takes_them_and_named_values_are_kept(
+    altered: Altered, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    profile = resolve("tiny", gpu=RTX).profile
-    assert (
-        profile.from_pretrained.attn_implementation in ("varlen", "flash_attention_2") and profile.sft.use_liger_kernel
-    )
-    profile = resolve(altered({"dtype": "float32", "use_liger_kernel": "false"}), gpu=RTX).profile
-    load = profile.from_pretrained
-    assert (load.dtype, load.attn_implementation, profile.sft.use_liger_kernel) == ("float32", "sdpa", False)
+    auto = resolve("tiny", gpu=RTX).profile
+    assert auto.from_pretrained.attn_implementation in ("varlen", "flash_attention_2")
+    assert auto.sft.use_liger_kernel
+    named = resolve(altered({"dtype": "float32", "use_liger_kernel": "false"}), gpu=RTX).profile
+    assert named.from_pretrained.dtype == "float32"
+    assert named.from_pretrained.attn_implementation == "sdpa"
+    assert named.sft.use_liger_kernel is False
 
 
 @pytest.mark.parametrize(
@@ -671,8 +681,14 @@ def test_all_choices_are_shown_in_a_narrow_table(name: str, gpu: GPU | None, cap
 
 def test_set_is_read_as_a_profile_is() -> None:
     text = "sft.learning_rate=2e-4,lora.target_modules=[q_proj, v_proj] , sft.packing = false, lora.use_rslora=true"
-    values = {"sft.learning_rate": 2e-4, "lora.target_modules": ["q_proj", "v_proj"], "sft.packing": False}
-    assert config.settings_in(text) == values | {"lora.use_rslora": True} and config.settings_in(" ") == {}
+    values = {
+        "sft.learning_rate": 2e-4,
+        "lora.target_modules": ["q_proj", "v_proj"],
+        "sft.packing": False,
+        "lora.use_rslora": True,
+    }
+    assert config.settings_in(text) == values
+    assert config.settings_in(" ") == {}
     assert config.settings_in(config.settings_text(values)) == values
     for text in ("nonsense", "lora.r=64 sft.num_train_epochs=2"):
         with refused("SET has"):
@@ -713,7 +729,8 @@ def test_whoever_sets_epochs_is_not_stopped_by_the_steps_of_the_profile() -> Non
     epochs = resolve("tiny", text="sft.num_train_epochs=2.0")
     assert epochs.choices["sft.max_steps"] == hardware.Choice(-1, "parameter SET")
     both = resolve("tiny", text="sft.num_train_epochs=2.0, sft.max_steps=7").profile.sft
-    assert (both.num_train_epochs, both.max_steps) == (2.0, 7)
+    assert both.num_train_epochs == 2.0
+    assert both.max_steps == 7
 
 
 def test_set_may_name_the_model() -> None:
@@ -773,9 +790,11 @@ def test_launched_gpus_share_the_batch(monkeypatch: Patch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     sft = resolve("ampere_24gb", gpu=H200).profile.sft
-    assert (sft.per_device_train_batch_size, sft.gradient_accumulation_steps) == (1, 1)
+    assert sft.per_device_train_batch_size == 1
+    assert sft.gradient_accumulation_steps == 1
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert recipe.rows_per_step(resolve("ampere_24gb", gpu=H200).profile.sft, 3) == 9
+    sft = resolve("ampere_24gb", gpu=H200).profile.sft
+    assert recipe.rows_per_step(sft, 3) == 9
     with refused("batch of 2 rows cannot"):
         resolve("tiny", gpu=H200)
 
