@@ -238,10 +238,13 @@ def test_answers_are_asked_once_and_what_was_torn_again(tmp_path: Path, torn_byt
 def test_another_model_or_another_prompt_starts_a_new_file(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     evaluating.complete_answers(file, {"model": "m"}, PROMPTS, ask_into([]))
-    for prompts in (PROMPTS, [[1], [1, 2], [9]]):  # of another model; then another prompt of that one
-        asked: list[int] = []
-        evaluating.complete_answers(file, {"model": "x"}, prompts, ask_into(asked))
-        assert asked == [0, 1, 2]
+    asked_of_other_model: list[int] = []
+    evaluating.complete_answers(file, {"model": "x"}, PROMPTS, ask_into(asked_of_other_model))
+    assert asked_of_other_model == [0, 1, 2]
+    other_prompts = [[1], [1, 2], [9]]
+    asked_with_other_prompt: list[int] = []
+    evaluating.complete_answers(file, {"model": "x"}, other_prompts, ask_into(asked_with_other_prompt))
+    assert asked_with_other_prompt == [0, 1, 2]
 
 
 KILLED = """
@@ -483,11 +486,13 @@ OTHER_KEY = [text.replace("item", "thing") for text in WANTED]
     pytest.param(OTHER_KEY, WANTED[:10] + [""] * 50, WANTED, NO_PROOF, id="some right, the others lost"),
 ])  # fmt: skip
 def test_the_verdict(base: list[str], tuned: list[str], references: list[str], word: str) -> None:
-    comparison = compared(result("base", base, references), result("merged", tuned, references))
-    verdict = str(comparison.verdict)
-    assert comparison.verdict.word == word
-    assert word in verdict
-    assert max(map(len, verdict.splitlines())) <= display.WRAPPED_WIDTH
+    before = result("base", base, references)
+    after = result("merged", tuned, references)
+    verdict = compared(before, after).verdict
+    assert verdict.word == word
+    text = str(verdict)
+    assert word in text
+    assert max(map(len, text.splitlines())) <= display.WRAPPED_WIDTH
 
 
 @pytest.mark.slow
@@ -506,8 +511,12 @@ def test_chance_seldom_helps_or_harms() -> None:
 def partly_right() -> Comparison:
     """The tuned model answers about a fifth of the rows right, the base none."""
     rng = random.Random(3)
-    answers = [right if rng.random() < 0.2 else prose for right, prose in zip(WANTED, PROSE, strict=True)]
-    return compared(result("base", PROSE, WANTED), result("merged", answers, WANTED))
+    answers = []
+    for right, prose in zip(WANTED, PROSE, strict=True):
+        answers.append(right if rng.random() < 0.2 else prose)
+    base = result("base", PROSE, WANTED)
+    tuned = result("merged", answers, WANTED)
+    return compared(base, tuned)
 
 
 def test_table_facts_and_verdict_show_one_interval(partly_right: Comparison) -> None:
