@@ -46,17 +46,38 @@ class Machine:
         """A clean environment: PATH and HOME of the machine, its own variables, nothing inherited."""
         home = self.root / "root"
         home.mkdir(parents=True, exist_ok=True)
-        path = [*(str(FAKES / name.partition("_")[0]) for name in self.packages), str(ROOT)]
-        gpu = next((name.partition("_")[2] for name in self.packages if name.startswith("torch_")), "")
-        base = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(home), "LANG": "C.UTF-8"}
-        own = {"NBUTILS_FS_ROOT": str(self.root), "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"}
-        own["FAKE_GPU"] = gpu.replace("cpu", "")
-        return base | own | {"OMP_WAIT_POLICY": "passive", "PYTHONWARNINGS": "ignore"} | self.env
+        import_path = []
+        gpu = ""
+        for name in self.packages:  # such as colab, torch_cpu or torch_t4
+            package, _, variant = name.partition("_")
+            import_path.append(str(FAKES / package))
+            if package == "torch" and variant != "cpu":
+                gpu = variant
+        import_path.append(str(ROOT))
+        return {
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "HOME": str(home),
+            "LANG": "C.UTF-8",
+            "NBUTILS_FS_ROOT": str(self.root),
+            "PYTHONPATH": os.pathsep.join(import_path),
+            "HF_HUB_OFFLINE": "1",
+            "FAKE_GPU": gpu,
+            "OMP_WAIT_POLICY": "passive",
+            "PYTHONWARNINGS": "ignore",
+            **self.env,
+        }
 
     def python(self, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run this Python there, nobody at its input."""
-        given = {"cwd": self.root, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 300}
-        return subprocess.run([sys.executable, *words], env=self.environment(), **(given | options))
+        settings = {
+            "cwd": self.root,
+            "stdin": subprocess.DEVNULL,
+            "capture_output": True,
+            "text": True,
+            "timeout": 300,
+            **options,
+        }
+        return subprocess.run([sys.executable, *words], env=self.environment(), **settings)
 
     def enter(self, monkeypatch: pytest.MonkeyPatch) -> Machine:
         """This process is there until the test ends: the machine's variables and no others, its packages."""
@@ -64,8 +85,9 @@ class Machine:
             monkeypatch.delenv(name)
         for name, value in self.environment().items():
             monkeypatch.setenv(name, value)
-        for name in [one for one in sys.modules if one.startswith(("google.colab", "kaggle_secrets"))]:
-            monkeypatch.delitem(sys.modules, name)
+        for name in list(sys.modules):
+            if name.startswith(("google.colab", "kaggle_secrets")):
+                monkeypatch.delitem(sys.modules, name)
         for package in self.packages:
             monkeypatch.syspath_prepend(FAKES / package.partition("_")[0])
             if package.startswith("torch_"):

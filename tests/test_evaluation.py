@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -23,7 +24,8 @@ from nbutils.evaluation import harness, inference, scores
 from nbutils.evaluation.comparison import Comparison
 from nbutils.evaluation.inference import Answer
 
-Tiny = tuple[Any, Any]
+Tiny = tuple[Any, Any]  # the tiny model and its tokenizer
+Patch = pytest.MonkeyPatch
 HERE = Path(__file__).resolve().parent
 
 
@@ -36,54 +38,91 @@ def tiny() -> Tiny:
 
 
 def rows_of(name: str, limit: int | None = None) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (files.SAMPLES / name).read_text(encoding="utf-8").splitlines()[:limit]]
+    lines = (files.SAMPLES / name).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines[:limit]]
 
 
 def row_of(question: str, answer: str, **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]}
+    user = {"role": "user", "content": question}
+    assistant = {"role": "assistant", "content": answer, **more}
+    return {"messages": [user, assistant]}
 
 
 def references_of(name: str, limit: int | None = None) -> list[str]:
     return [row["messages"][-1]["content"] for row in rows_of(name, limit)]
 
 
-def evaluator_of(tokenizer: Any, run: Path, rows: Any = 6, new_tokens: int = 8, count: int = 0, **more: Any) -> Any:
-    rows = rows_of("eval.jsonl", rows) if isinstance(rows, int) else rows
-    size = evaluation.Size(batch_size=4, max_new_tokens=new_tokens, rows=count)
+def evaluator_of(
+    tokenizer: Any,
+    run: Path,
+    rows: Sequence[Any],
+    max_new_tokens: int = 8,
+    used_rows: int = 0,
+    **more: Any,
+) -> evaluation.Evaluator:
+    size = evaluation.Size(rows=used_rows, batch_size=4, max_new_tokens=max_new_tokens)
     return evaluation.Evaluator(run, tokenizer, rows, size, "float32", **more)
 
 
-def test_an_answer_is_the_same_alone_in_a_batch_and_with_a_static_cache(tiny: Tiny) -> None:
+@pytest.fixture(scope="module")
+def prompts(tiny: Tiny) -> dict[int, list[int]]:
+    """The prompts of five held-out rows, numbered."""
+    _, tokenizer = tiny
+    renderer = chat.Renderer(tokenizer, "messages")
+    numbered = {}
+    for number, row in enumerate(rows_of("eval.jsonl", 5)):
+        question = row["messages"][:-1]
+        numbered[number] = renderer.prompt(question)
+    return numbered
+
+
+def answers_to(tiny: Tiny, prompts: dict[int, list[int]], max_new_tokens: int, batch_size: int) -> list[Answer]:
+    """The answers in the order of the prompts."""
+    numbered = dict(inference.answer_prompts(*tiny, prompts, max_new_tokens, batch_size))
+    return [numbered[number] for number in prompts]
+
+
+def test_an_answer_is_the_same_alone_in_a_batch_and_with_a_static_cache(tiny: Tiny, prompts: Any) -> None:
     model, tokenizer = tiny
-    questions = [row["messages"][:-1] for row in rows_of("eval.jsonl", 5)]
-    prompts = dict(enumerate(map(chat.Renderer(tokenizer, "messages").prompt, questions)))
-
-    def answers(prompts: Any, max_new_tokens: int, batch_size: int) -> list[Answer]:
-        numbered = dict(inference.answer_prompts(model, tokenizer, prompts, max_new_tokens, batch_size))
-        return [numbered[number] for number in prompts]
-
-    alone, together = answers(prompts, 40, batch_size=1), answers(prompts, 40, batch_size=5)
     stops = sorted(chat.find_stop_ids(tokenizer, model.generation_config))
-    assert alone == together and all(answer.stopped and answer.token_ids[-1] in stops for answer in alone)
-    [cut] = answers({0: prompts[0]}, 3, batch_size=1)
-    assert not cut.stopped and cut.token_ids == alone[0].token_ids[:3]
+
+    alone = answers_to(tiny, prompts, 40, batch_size=1)
+    together = answers_to(tiny, prompts, 40, batch_size=5)
     with torch.inference_mode():
         decoded = inference.decode(model, [answer.prompt_ids for answer in alone], 40, stops)
-    for generated, answer in zip(decoded, alone, strict=True):
+
+    assert alone == together
+    for answer, generated in zip(alone, decoded, strict=True):
+        assert answer.stopped
+        assert answer.token_ids[-1] in stops
         assert generated[: len(answer.token_ids)] == answer.token_ids
+
+
+def test_an_answer_that_gets_too_few_tokens_is_cut_and_says_so(tiny: Tiny, prompts: Any) -> None:
+    first_prompt = {0: prompts[0]}
+    [whole] = answers_to(tiny, first_prompt, 40, batch_size=1)
+    [cut] = answers_to(tiny, first_prompt, 3, batch_size=1)
+    assert not cut.stopped
+    assert cut.token_ids == whole.token_ids[:3]
 
 
 def test_a_lesson_asks_some_rows_and_leaves_the_model_as_it_was(tiny: Tiny) -> None:
     model, tokenizer = tiny
     rows = rows_of("eval.jsonl", 2)
     model.train()
+
     first, second = evaluation.answer_rows(model, tokenizer, rows, max_new_tokens=8)
-    assert [first, second] == evaluation.answer_rows(model, tokenizer, rows, max_new_tokens=8) and model.training
-    assert first and first != second and len(tokenizer(first)["input_ids"]) <= 9
+    again = evaluation.answer_rows(model, tokenizer, rows, max_new_tokens=8)
+
+    assert model.training
     model.eval()
+    assert again == [first, second]
+    assert first != ""
+    assert first != second
+    assert len(tokenizer(first)["input_ids"]) <= 9
 
 
-def test_out_of_memory_halves_the_batch_and_other_errors_are_not_hidden() -> None:
+def test_out_of_memory_halves_the_batch() -> None:
     tried: list[int] = []
 
     def work(batch: Sequence[int]) -> list[int]:
@@ -92,36 +131,62 @@ def test_out_of_memory_halves_the_batch_and_other_errors_are_not_hidden() -> Non
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return [10 * number for number in batch]
 
-    assert dict(inference.in_batches(range(7), 7, work)) == {number: 10 * number for number in range(7)}
+    results = dict(inference.in_batches(range(7), 7, work))
+
+    assert results == {0: 0, 1: 10, 2: 20, 3: 30, 4: 40, 5: 50, 6: 60}
     assert tried == [7, 3, 1, 1, 1, 1, 1, 1, 1]
-    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("shapes do not match")):
-        fails = Mock(side_effect=error)
-        with pytest.raises(type(error), match=str(error)):
-            list(inference.in_batches([1, 2], 2, fails))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("shapes do not match")])
+def test_an_error_that_a_smaller_batch_does_not_solve_is_not_hidden(error: RuntimeError) -> None:
+    fails = Mock(side_effect=error)
+    with pytest.raises(type(error), match=str(error)):
+        list(inference.in_batches([1, 2], 2, fails))
 
 
 def test_an_answer_gets_the_tokens_the_references_need(tiny: Tiny, tmp_path: Path) -> None:
-    def tokens(most: int, tokenizer: Any = tiny[1], **more: Any) -> int:
-        return evaluator_of(tokenizer, tmp_path, **{"rows": 8, **more}, new_tokens=most).max_new_tokens
+    _, tokenizer = tiny
+    rows = rows_of("eval.jsonl", 8)
+    lengths = [len(tokenizer(reference).input_ids) for reference in references_of("eval.jsonl", 8)]
+    needed = int(1.5 * max(lengths))
+    assert needed > 32
 
-    longest = max(len(tiny[1](reference).input_ids) for reference in references_of("eval.jsonl", 8))
-    assert tokens(512) == tokens(512, count=1) == int(1.5 * longest) > 32 and tokens(8) == 8
-    thoughtful = deepcopy(tiny[1])
-    thoughtful.chat_template += "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-    assert tokens(512, thoughtful) == 512 and tokens(512, thoughtful, thinking=False) < 512
+    all_rows = evaluator_of(tokenizer, tmp_path, rows, 512)
+    one_row = evaluator_of(tokenizer, tmp_path, rows, 512, used_rows=1)
+    short = evaluator_of(tokenizer, tmp_path, rows, 8)
+
+    assert all_rows.max_new_tokens == needed
+    assert one_row.max_new_tokens == needed  # the rows that are not asked count too
+    assert short.max_new_tokens == 8  # what was allowed is never passed
+
+
+def test_a_model_that_may_think_gets_all_tokens(tiny: Tiny, tmp_path: Path) -> None:
+    rows = rows_of("eval.jsonl", 8)
+    tokenizer = deepcopy(tiny[1])
+    tokenizer.chat_template += "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    thinking = evaluator_of(tokenizer, tmp_path, rows, 512)
+    not_thinking = evaluator_of(tokenizer, tmp_path, rows, 512, thinking=False)
+    assert thinking.max_new_tokens == 512
+    assert not_thinking.max_new_tokens < 512
 
 
 def test_rows_that_do_not_fit_are_left_out(tiny: Tiny, tmp_path: Path) -> None:
-    rows, long = rows_of("eval.jsonl", 3), "苹果" * 300
-    evaluator = evaluator_of(tiny[1], tmp_path, [rows[0], row_of(long, "好"), *rows[1:]], limit=200)
-    assert evaluator.rows == rows and len(evaluator.references) == 3 and evaluator.left_out == 1
-    for none in (rows, []):
+    _, tokenizer = tiny
+    rows = rows_of("eval.jsonl", 3)
+    too_long = row_of("苹果" * 300, "好")
+
+    evaluator = evaluator_of(tokenizer, tmp_path, [rows[0], too_long, *rows[1:]], limit=200)
+
+    assert evaluator.rows == rows
+    assert len(evaluator.references) == 3
+    assert evaluator.left_out == 1
+    for no_row_fits in (rows, []):
         with refused(
             "No evaluation row fits 200 tokens",
             "course.max_new_tokens (now 190)",
             "vllm.max_model_len",
         ):
-            evaluator_of(tiny[1], tmp_path, none, 190, limit=200)
+            evaluator_of(tokenizer, tmp_path, no_row_fits, 190, limit=200)
 
 
 def test_a_wanted_tool_call_is_written_as_the_template_writes_it(tiny: Tiny) -> None:
@@ -131,35 +196,55 @@ def test_a_wanted_tool_call_is_written_as_the_template_writes_it(tiny: Tiny) -> 
         "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}</tool_call>{% endfor %}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    row = row_of("q", "", tool_calls=[{"type": "function", "function": {"name": "find", "arguments": {"q": "x"}}}])
-    assert evaluating.reference_of(chat.Renderer(tokenizer, "prompt_completion"), row) == "<tool_call>find</tool_call>"
+    call = {"type": "function", "function": {"name": "find", "arguments": {"q": "x"}}}
+    row = row_of("q", "", tool_calls=[call])
+    renderer = chat.Renderer(tokenizer, "prompt_completion")
+    assert evaluating.reference_of(renderer, row) == "<tool_call>find</tool_call>"
 
 
 PROMPTS = [[1], [1, 2], [1, 2, 3]]
 
 
 def ask_into(asked: list[int]) -> evaluating.Ask:
+    """A model that notes which prompts it is asked; only its answer to prompt 1 does not stop."""
+
     def ask(prompts: dict[int, list[int]]) -> Any:
         for number, prompt in prompts.items():
             asked.append(number)
-            yield number, Answer(prompt, [7, number], f"答案 {number}\u2028\x85", number != 1)
+            text = f"答案 {number}\u2028\x85"  # with what Python takes for ends of lines
+            yield number, Answer(prompt, [7, number], text, stopped=number != 1)
 
     return ask
 
 
-@pytest.mark.parametrize(("torn", "missing"), [(0, []), (20, [2])])
-def test_answers_are_asked_once_and_what_was_torn_again(tmp_path: Path, torn: int, missing: list[int]) -> None:
-    file, asked = tmp_path / "a.jsonl", list[int]()
+@pytest.mark.parametrize(("torn_bytes", "missing"), [(0, []), (20, [2])])
+def test_answers_are_asked_once_and_what_was_torn_again(tmp_path: Path, torn_bytes: int, missing: list[int]) -> None:
+    file = tmp_path / "a.jsonl"
     whole = evaluating.complete_answers(file, {"model": "m"}, PROMPTS, ask_into([]))
     written = file.read_bytes()
-    file.write_bytes(written[: len(written) - torn])
-    for _ in range(2):
-        assert evaluating.complete_answers(file, {"model": "m"}, PROMPTS, ask_into(asked)) == whole
-    assert asked == missing and [answer.stopped for answer in whole] == [True, False, True]
-    for decided_by, prompts in (({"model": "x"}, PROMPTS), ({"model": "x"}, [*PROMPTS[:2], [9]])):
-        asked.clear()
-        evaluating.complete_answers(file, decided_by, prompts, ask_into(asked))
-        assert asked == [0, 1, 2], "another model, or another prompt, starts a new file"
+    file.write_bytes(written[: len(written) - torn_bytes])
+
+    asked: list[int] = []
+    ask = ask_into(asked)
+    second = evaluating.complete_answers(file, {"model": "m"}, PROMPTS, ask)
+    third = evaluating.complete_answers(file, {"model": "m"}, PROMPTS, ask)
+
+    assert second == whole
+    assert third == whole
+    assert asked == missing
+    assert [answer.stopped for answer in whole] == [True, False, True]
+
+
+def test_another_model_or_another_prompt_starts_a_new_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    evaluating.complete_answers(file, {"model": "m"}, PROMPTS, ask_into([]))
+    asked_of_other_model: list[int] = []
+    evaluating.complete_answers(file, {"model": "x"}, PROMPTS, ask_into(asked_of_other_model))
+    assert asked_of_other_model == [0, 1, 2]
+    other_prompts = [[1], [1, 2], [9]]
+    asked_with_other_prompt: list[int] = []
+    evaluating.complete_answers(file, {"model": "x"}, other_prompts, ask_into(asked_with_other_prompt))
+    assert asked_with_other_prompt == [0, 1, 2]
 
 
 KILLED = """
@@ -169,16 +254,22 @@ from nbutils.evaluation import evaluator
 from nbutils.evaluation.inference import Answer
 def ask(prompts):
     for number, prompt in prompts.items():
-        os.kill(os.getpid(), signal.SIGKILL) if number == 9 else None
+        if number == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
         yield number, Answer(prompt, [number], str(number))
 evaluator.complete_answers(Path(sys.argv[1]), {}, [[n] for n in range(200)], ask)
 """
 
 
 def test_after_a_kill_only_the_missing_answers_are_asked(tmp_path: Path) -> None:
-    file, asked, prompts = tmp_path / "a.jsonl", list[int](), [[number] for number in range(200)]
-    assert python("-c", KILLED, file, home=tmp_path, ok=False).returncode == -9
-    assert [answer.prompt_ids for answer in evaluating.read_answers(file, {}, prompts).values()] == prompts[:9]
+    file = tmp_path / "a.jsonl"
+    prompts = [[number] for number in range(200)]
+    killed = python("-c", KILLED, file, home=tmp_path, ok=False)
+    assert killed.returncode == -9
+
+    stored = evaluating.read_answers(file, {}, prompts)
+    assert [answer.prompt_ids for answer in stored.values()] == prompts[:9]
+    asked: list[int] = []
     evaluating.complete_answers(file, {}, prompts, ask_into(asked))
     assert asked == list(range(9, 200))
 
@@ -186,42 +277,74 @@ def test_after_a_kill_only_the_missing_answers_are_asked(tmp_path: Path) -> None
 def test_losses_are_measured_once_and_again_for_another_model(tmp_path: Path) -> None:
     file = tmp_path / "losses.json"
     evaluating.stored_once(file, {"model": "m"}, lambda: [[8.5, 4]])
-    assert evaluating.stored_once(file, {"model": "m"}, lambda: []) == [[8.5, 4]]
-    assert evaluating.stored_once(file, {"model": "x"}, lambda: []) == []
+    same_model = evaluating.stored_once(file, {"model": "m"}, lambda: [])
+    other_model = evaluating.stored_once(file, {"model": "x"}, lambda: [])
+    assert same_model == [[8.5, 4]]
+    assert other_model == []
 
 
-def test_the_loss_is_that_of_the_assistants_tokens_whatever_the_batch(tiny: Tiny, monkeypatch: Any) -> None:
-    (model, tokenizer), rows = tiny, rows_of("eval.jsonl", 7)
-    shapes, examples = list[tuple[Any, Any]](), chat.Renderer(tokenizer, "messages").encode_all(rows)
-    note = lambda _, args, inputs, out: shapes.append((out.logits.shape, inputs["input_ids"].shape))  # noqa: E731
-    monkeypatch.setattr(inference, "MAX_LOGITS", 3072 * 100)
+def loss_by_transformers(model: Any, tokenizer: Any, row: Any) -> tuple[float, int]:
+    """The mean loss of a row's assistant tokens, and how many they are."""
+    encoded = tokenizer.apply_chat_template(
+        row["messages"],
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    ids = torch.tensor([encoded["input_ids"]])
+    trained = torch.tensor([encoded["assistant_masks"]]).bool()
+    labels = torch.where(trained, ids, -100)
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=labels).loss
+    return float(loss), int(trained.sum())
+
+
+def test_the_loss_is_that_of_the_assistants_tokens_whatever_the_batch(tiny: Tiny, monkeypatch: Patch) -> None:
+    model, tokenizer = tiny
+    rows = rows_of("eval.jsonl", 7)
+    examples = chat.Renderer(tokenizer, "messages").encode_all(rows)
+    calls: list[Any] = []
+
+    def note(_: Any, args: Any, inputs: Any, output: Any) -> None:
+        calls.append((output.logits.shape, inputs["input_ids"].shape))
+
+    monkeypatch.setattr(inference, "MAX_LOGITS", 3072 * 100)  # of 100 positions: the vocabulary has 3,072 tokens
     with model.register_forward_hook(note, with_kwargs=True):
         losses = inference.row_losses(model, examples, 7)
-    assert len(shapes) >= 3  # 7 rows would have been one batch
-    for (batch, positions, _), (_, width) in shapes:
-        assert batch * positions <= 100 and positions < width  # logits only where they are needed
+
+    assert len(calls) >= 3  # 7 rows would have been one batch
+    for (batch, positions, _), (_, width) in calls:
+        assert batch * positions <= 100
+        assert positions < width  # logits only where they are needed
     for row, (total, tokens) in zip(rows, losses, strict=True):
-        out = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
-        ids, mask = torch.tensor([out["input_ids"]]), torch.tensor([out["assistant_masks"]])
-        with torch.no_grad():
-            loss = model(input_ids=ids, labels=torch.where(mask.bool(), ids, -100)).loss
-        assert tokens == int(mask.sum()) and total / tokens == pytest.approx(float(loss), rel=1e-4)
+        expected_loss, expected_tokens = loss_by_transformers(model, tokenizer, row)
+        assert tokens == expected_tokens
+        assert total / tokens == pytest.approx(expected_loss, rel=1e-4)
 
 
 def test_answers_of_one_row_are_added_up_where_each_is_a_text_of_its_own(tiny: Tiny) -> None:
-    turns = [turn for row in rows_of("eval.jsonl", 2) for turn in row["messages"]]
-    rows = [{"messages": turns}, *rows_of("eval.jsonl", 1)]
-    forms = [chat.Renderer(tiny[1], form).encode_all(rows) for form in ("messages", "prompt_completion")]
-    assert [[example.row for example in examples] for examples in forms] == [[1, 2], [1, 1, 2]]
-    together, apart = (inference.row_losses(tiny[0], examples, 2) for examples in forms)
-    assert np.allclose(together, apart, rtol=1e-4)
+    model, tokenizer = tiny
+    first, second = rows_of("eval.jsonl", 2)
+    two_answers = {"messages": first["messages"] + second["messages"]}
+    rows = [two_answers, first]
+
+    whole = chat.Renderer(tokenizer, "messages").encode_all(rows)
+    by_answer = chat.Renderer(tokenizer, "prompt_completion").encode_all(rows)
+
+    assert [example.row for example in whole] == [1, 2]
+    assert [example.row for example in by_answer] == [1, 1, 2]
+    losses = inference.row_losses(model, whole, 2)
+    assert np.allclose(losses, inference.row_losses(model, by_answer, 2), rtol=1e-4)
 
 
 @pytest.mark.parametrize(("answer", "reference", "f1", "rouge"), [
-    ("今天 天气\n好", "今天天气好", 1.0, 1.0), ("今天", "今天天气好", 4 / 7, 4 / 7), ("ＡＢＣ", "ABC", 1.0, 1.0),
+    ("今天 天气\n好", "今天天气好", 1.0, 1.0),
+    ("今天", "今天天气好", 4 / 7, 4 / 7),
+    ("ＡＢＣ", "ABC", 1.0, 1.0),
     ("好气天天今", "今天天气好", 1.0, 0.4),  # the same characters, the order lost but for 天天
-    ("", "x", 0.0, 0.0), ("", "", 1.0, 1.0),
-    ("<think>hm, 5?</think>\n\n4", "4", 1.0, 1.0), ("<think>still at it", "4", 0.0, 0.0),
+    ("", "x", 0.0, 0.0),
+    ("", "", 1.0, 1.0),
+    ("<think>hm, 5?</think>\n\n4", "4", 1.0, 1.0),
+    ("<think>still at it", "4", 0.0, 0.0),
     ("hm, 5?</think>\n\n4", "4", 1.0, 1.0),  # the prompt opened the thinking
 ])  # fmt: skip
 def test_scores_count_characters(answer: str, reference: str, f1: float, rouge: float) -> None:
@@ -229,61 +352,113 @@ def test_scores_count_characters(answer: str, reference: str, f1: float, rouge: 
     assert scores.rouge_l(answer, reference) == pytest.approx(rouge)
 
 
-def test_content_is_what_an_answer_scores_beyond_other_rows_of_its_language() -> None:
-    mixed = [f"答案 {number}" if number % 2 else f"answer {number}" for number in range(40)]
-    against = scores.content(lambda answer, other: float((answer[0] == "答") == (other[0] == "答")), mixed, mixed)
-    assert sum(against) / 40 <= 0.15  # others are mostly of the same language, and never the row itself
+def test_an_exact_answer_is_the_reference_but_for_surrounding_white_space() -> None:
+    assert scores.exact("b", "b") == 1.0
+    assert scores.exact(" a ", "a") == 1.0
+    assert scores.exact("x", "c") == 0.0
+
+
+def test_answers_are_compared_with_other_rows_of_their_language_and_never_with_their_own() -> None:
+    mixed: list[str] = []
+    for number in range(20):
+        mixed += [f"answer {number}", f"答案 {number}"]
+
+    def same_language(answer: str, reference: str) -> float:
+        return float(answer[0] == reference[0])
+
+    # The language alone is hardly content: nearly all rows that an answer is compared with have it too.
+    assert fmean(scores.content(same_language, mixed, mixed)) <= 0.15
+    # Each text is there once. If its own row were among those it is compared with, this were below 1.
     assert scores.content(scores.exact, mixed, mixed) == [1.0] * 40
-    labels = ["yes" if number % 2 else "no" for number in range(60)]
-    constant, right = (scores.content(scores.exact, answers, labels) for answers in (["yes"] * 60, labels))
-    assert abs(sum(constant)) / 60 < 0.1 and sum(right) / 60 > 0.4
-    assert scores.content(scores.exact, ["a"], ["a"]) == [0.0]
-    assert [scores.exact(*pair) for pair in ((" a ", "a"), ("b", "b"), ("x", "c"))] == [1.0, 1.0, 0.0]
 
 
-def test_intervals_are_wilsons_or_a_seeded_bootstrap() -> None:
-    for right, rows, low, high in ((0, 120, 0.0, 0.031), (120, 120, 0.969, 1.0), (1, 2, 0.0945, 0.9055)):
-        found = scores.estimate_share([1.0] * right + [0.0] * (rows - right))
-        assert (found.mean, found.low, found.high) == pytest.approx((right / rows, low, high), abs=1e-4)
-    assert vars(scores.estimate([1.0, 3.0], weights=[3, 1])) == {"mean": 1.5, "low": 1.0, "high": 3.0}
-    drawn = np.random.default_rng(0).random(60) < 0.3
-    assert scores.estimate(drawn) == scores.estimate(drawn)
+def test_content_is_what_an_answer_scores_beyond_other_rows() -> None:
+    labels = ["no", "yes"] * 30
+    constant = scores.content(scores.exact, ["yes"] * 60, labels)
+    right = scores.content(scores.exact, labels, labels)
+    assert abs(fmean(constant)) < 0.1
+    assert fmean(right) > 0.4
+    assert scores.content(scores.exact, ["a"], ["a"]) == [0.0]  # no other row to compare with
 
 
-@pytest.mark.parametrize(("better", "worse", "same", "p", "interval"), [
-    (0, 0, 20, 1.0, (-0.126, 0.126)), (5, 0, 20, 0.0625, (0.0063, 0.3641)), (8, 2, 20, 0.109375, (-0.0145, 0.3895)),
-    (3, 3, 20, 1.0, (-0.198, 0.198)), (12, 2, 36, 0.012939, (0.0509, 0.3337)),
-    (120, 0, 0, 0.0, (0.9516, 1.0)),  # rows that all change leave some doubt
+@pytest.mark.parametrize(("right", "rows", "low", "high"), [
+    (0, 120, 0.0, 0.031),
+    (120, 120, 0.969, 1.0),
+    (1, 2, 0.0945, 0.9055),
+])  # fmt: skip
+def test_the_interval_of_a_share_is_wilsons(right: int, rows: int, low: float, high: float) -> None:
+    wrong = rows - right
+    share = scores.estimate_share([1.0] * right + [0.0] * wrong)
+    assert share.mean == right / rows
+    assert share.low == pytest.approx(low, abs=1e-4)
+    assert share.high == pytest.approx(high, abs=1e-4)
+
+
+def test_the_interval_of_a_mean_is_a_seeded_bootstrap() -> None:
+    weighted = scores.estimate([1.0, 3.0], weights=[3, 1])
+    assert weighted == scores.Estimate(mean=1.5, low=1.0, high=3.0)
+    rng = np.random.default_rng(0)
+    drawn = rng.random(60) < 0.3
+    first = scores.estimate(drawn)
+    again = scores.estimate(drawn)
+    assert again == first
+
+
+@pytest.mark.parametrize(("risen", "fallen", "same", "p", "low", "high"), [
+    (0, 0, 20, 1.0, -0.126, 0.126),
+    (5, 0, 20, 0.0625, 0.0063, 0.3641),
+    (8, 2, 20, 0.109375, -0.0145, 0.3895),
+    (3, 3, 20, 1.0, -0.198, 0.198),
+    (12, 2, 36, 0.012939, 0.0509, 0.3337),
+    (120, 0, 0, 0.0, 0.9516, 1.0),  # rows that all change leave some doubt
 ])  # fmt: skip
 def test_shares_compare_by_mcnemar_and_bonett_price(
-    better: int, worse: int, same: int, p: float, interval: Any
+    risen: int, fallen: int, same: int, p: float, low: float, high: float
 ) -> None:
-    before, after = [0.0] * better + [1.0] * (worse + same), [1.0] * better + [0.0] * worse + [1.0] * same
+    before = [0.0] * risen + [1.0] * fallen + [1.0] * same
+    after = [1.0] * risen + [0.0] * fallen + [1.0] * same
+    rows = risen + fallen + same
+
     change = scores.paired_share_difference(before, after)
-    assert change.p == pytest.approx(p, abs=1e-6) and change.mean == pytest.approx((better - worse) / len(before))
-    assert (change.low, change.high) == pytest.approx(interval, abs=1e-3)
+
+    assert change.p == pytest.approx(p, abs=1e-6)
+    assert change.mean == pytest.approx((risen - fallen) / rows)
+    assert change.low == pytest.approx(low, abs=1e-3)
+    assert change.high == pytest.approx(high, abs=1e-3)
 
 
 def test_a_difference_is_tested_in_pairs() -> None:
     rng = np.random.default_rng(1)
     before = rng.normal(0.0, 10.0, size=40)
-    assert scores.paired_difference(before, before + rng.normal(1.0, 1.0, size=40)).p < 0.001
+    after = before + rng.normal(1.0, 1.0, size=40)  # a small rise of each row, beside large differences between rows
+    assert scores.paired_difference(before, after).p < 0.001
     assert scores.paired_difference(before, before).p == 1.0
+
+
+def test_a_difference_without_numbers_is_shown_as_such() -> None:
     nothing = scores.paired_difference([1.0] * 20, [float("nan")] * 20)
-    assert nothing.text() == "nan [nan, nan]" and nothing.p_text == "nan"
+    assert nothing.text() == "nan [nan, nan]"
+    assert nothing.p_text == "nan"
 
 
-def result(name: str, texts: Sequence[str], references: Sequence[str], losses: Any = 1.0, stopped: bool = True) -> Any:
-    """What an evaluator would make of these texts; `losses` of each row and its tokens, or one of every token."""
-    given = [Answer([1], [1, 2], text, stopped) for text in texts]
-    about = {"references": references, "left_out": 0, "mode": "", "folder": Path("evaluation")}
-    losses = [(losses * 4, 4) for _ in texts] if isinstance(losses, float) else losses
-    scored = evaluating.score_answers(given, references) | {"loss": [total / tokens for total, tokens in losses]}
-    return evaluating.Result(SimpleNamespace(**about), name, given, scored, losses)  # type: ignore[arg-type]
+def result(
+    name: str,
+    texts: Sequence[str],
+    references: Sequence[str],
+    losses: Sequence[Any] = (),
+    stopped: bool = True,
+) -> Any:
+    """What an evaluator would make of these texts; without `losses` that of each token is 1."""
+    evaluator: Any = SimpleNamespace(references=references, left_out=0, mode="", folder=Path("evaluation"))
+    answers = [Answer([1], [1, 2], text, stopped) for text in texts]
+    losses = losses or [(4.0, 4)] * len(texts)
+    scored = evaluating.score_answers(answers, references)
+    scored["loss"] = [total / tokens for total, tokens in losses]
+    return evaluating.Result(evaluator, name, answers, scored, losses)
 
 
 def compared(base: Any, tuned: Any, general_base: Any = None, general_tuned: Any = None) -> Comparison:
-    """Where no general rows matter, the held-out ones take their place."""
+    """Without general rows those of the base take their place, before and after: nothing is forgotten."""
     return Comparison(base, tuned, general_base or base, general_tuned or base)
 
 
@@ -291,212 +466,328 @@ NO_PROOF = "no proof that it helped"
 WORDS = ["苹果", "香蕉", "西瓜", "pencils", "cookies", "juice", "信封", "纸巾"]
 WANTED = [f"{{item: {WORDS[n % 8]}, count: {n}}}" for n in range(60)]
 PROSE = [f"Well, I do not know about that, friend number {n * 7 % 60}." for n in range(60)]
-LABELS = ["yes" if n % 2 else "no" for n in range(60)]
-THINKS = ["<think>let me see"] * 13
+LABELS = ["no", "yes"] * 30
+FEW_CUT_OFF = ["<think>let me see"] * 11 + PROSE[11:]
+MANY_CUT_OFF = ["<think>let me see"] * 13 + PROSE[13:]
 SHUFFLED = random.Random(2).sample(WANTED, 60)  # the form of every answer, the content of none
+OTHER_KEY = [text.replace("item", "thing") for text in WANTED]
 
 
-@pytest.mark.parametrize(("word", "base", "tuned", "wanted"), [
-    ("helped", PROSE, WANTED, WANTED),
-    ("helped", THINKS[:11] + PROSE[11:], WANTED, WANTED),
-    (NO_PROOF, THINKS + PROSE[13:], WANTED, WANTED),  # cut off while thinking
-    (NO_PROOF, PROSE, SHUFFLED, WANTED),
-    (NO_PROOF, PROSE, ["yes"] * 60, LABELS),  # right half of the time
-    (NO_PROOF, WANTED, WANTED, WANTED),
-    ("harmed", WANTED, [WANTED[0]] * 60, WANTED),
-    (NO_PROOF, PROSE[:3], WANTED[:3], WANTED[:3]),  # too few
-    (NO_PROOF, PROSE, ["好的"] * 60, ["好的"] * 60),  # says one thing always
-    (NO_PROOF, [one.replace("item", "thing") for one in WANTED], WANTED[:10] + [""] * 50, WANTED),  # mixed
+@pytest.mark.parametrize(("base", "tuned", "references", "word"), [
+    pytest.param(PROSE, WANTED, WANTED, "helped", id="all right now"),
+    pytest.param(FEW_CUT_OFF, WANTED, WANTED, "helped", id="few cut off while thinking"),
+    pytest.param(MANY_CUT_OFF, WANTED, WANTED, NO_PROOF, id="many cut off while thinking"),
+    pytest.param(PROSE, SHUFFLED, WANTED, NO_PROOF, id="the form alone"),
+    pytest.param(PROSE, ["yes"] * 60, LABELS, NO_PROOF, id="right half of the time"),
+    pytest.param(WANTED, WANTED, WANTED, NO_PROOF, id="right before and after"),
+    pytest.param(WANTED, [WANTED[0]] * 60, WANTED, "harmed", id="one answer to everything"),
+    pytest.param(PROSE[:3], WANTED[:3], WANTED[:3], NO_PROOF, id="too few rows"),
+    pytest.param(PROSE, ["好的"] * 60, ["好的"] * 60, NO_PROOF, id="one reference for everything"),
+    pytest.param(OTHER_KEY, WANTED[:10] + [""] * 50, WANTED, NO_PROOF, id="some right, the others lost"),
 ])  # fmt: skip
-def test_the_verdict(word: str, base: list[str], tuned: list[str], wanted: list[str]) -> None:
-    found = compared(result("base", base, wanted), result("merged", tuned, wanted)).verdict
-    assert found.word == word and word in str(found) and max(map(len, str(found).splitlines())) <= display.WRAPPED_WIDTH
+def test_the_verdict(base: list[str], tuned: list[str], references: list[str], word: str) -> None:
+    before = result("base", base, references)
+    after = result("merged", tuned, references)
+    verdict = compared(before, after).verdict
+    assert verdict.word == word
+    text = str(verdict)
+    assert word in text
+    assert max(map(len, text.splitlines())) <= display.WRAPPED_WIDTH
 
 
 @pytest.mark.slow
 def test_chance_seldom_helps_or_harms() -> None:
-    rng, words = random.Random(8), list[str]()
+    rng = random.Random(8)
+    words: list[str] = []
     for _ in range(40):
-        base, tuned = ([rng.choice(WANTED) for _ in range(60)] for _ in range(2))
-        words.append(compared(result("base", base, WANTED), result("merged", tuned, WANTED)).verdict.word)
-    assert words.count("harmed") <= 3 and words.count("helped") <= 3
+        base = result("base", rng.choices(WANTED, k=60), WANTED)
+        tuned = result("merged", rng.choices(WANTED, k=60), WANTED)
+        words.append(compared(base, tuned).verdict.word)
+    assert words.count("harmed") <= 3
+    assert words.count("helped") <= 3
 
 
-def test_table_facts_and_verdict_show_one_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def partly_right() -> Comparison:
+    """The tuned model answers about a fifth of the rows right, the base none."""
     rng = random.Random(3)
-    after = [one if rng.random() < 0.2 else prose for one, prose in zip(WANTED, PROSE, strict=True)]
-    found = compared(result("base", PROSE, WANTED), result("merged", after, WANTED))
-    shown = next(row for row in found.table() if row["score"] == "content (exact)")
-    assert shown["difference"] in found.verdict.why and shown["p"] in found.verdict.why
-    facts = found.facts()["evaluation"]["scores"]["exact_content"]["difference"]
-    assert facts["low"] == found.changes["exact_content"].low
-    for p, word in ((0.03, NO_PROOF), (0.02, "helped")):  # two scores were tried: 0.05 is shared
-        change = scores.Difference(0.1, 0.01, 0.2, p, "")
-        monkeypatch.setattr(evaluating.Result, "change", lambda *_, change=change: change)
-        assert compared(found.base, found.tuned).verdict.word == word
+    answers = []
+    for right, prose in zip(WANTED, PROSE, strict=True):
+        answers.append(right if rng.random() < 0.2 else prose)
+    base = result("base", PROSE, WANTED)
+    tuned = result("merged", answers, WANTED)
+    return compared(base, tuned)
 
 
-def test_what_looks_wrong_is_flagged() -> None:
-    base, tuned = result("base", PROSE, WANTED), result("merged", WANTED, WANTED)
+def test_table_facts_and_verdict_show_one_interval(partly_right: Comparison) -> None:
+    table = {row["score"]: row for row in partly_right.table()}
+    shown = table["content (exact)"]
+    facts = partly_right.facts()["evaluation"]["scores"]
+    stored = facts["exact_content"]["difference"]
+    assert shown["difference"] in partly_right.verdict.why
+    assert shown["p"] in partly_right.verdict.why
+    assert stored["low"] == partly_right.changes["exact_content"].low
+
+
+@pytest.mark.parametrize(("p", "word"), [(0.03, NO_PROOF), (0.02, "helped")])
+def test_the_two_scores_that_decide_share_the_probability_of_an_error(
+    p: float, word: str, partly_right: Comparison, monkeypatch: Patch
+) -> None:
+    """0.05 in all, 0.025 each."""
+    change = scores.Difference(mean=0.1, low=0.01, high=0.2, p=p, test="")
+    monkeypatch.setattr(evaluating.Result, "change", lambda *_: change)
+    assert partly_right.verdict.word == word
+
+
+def test_a_tuned_model_that_does_not_stop_is_flagged() -> None:
+    base = result("base", PROSE, WANTED)
     endless = result("merged", WANTED, WANTED, stopped=False)
-    wordy = result("base", PROSE, WANTED, stopped=False)
-    for pair, words in [((base, endless), "60 of 60 answers"), ((wordy, tuned), "")]:
-        flags = compared(*pair).verdict.flags
-        assert len(flags) == bool(words) and words in "".join(flags)
+    [flag] = compared(base, endless).verdict.flags
+    assert "60 of 60 answers" in flag
+
+
+def test_a_base_that_does_not_stop_is_not_flagged() -> None:
+    endless = result("base", PROSE, WANTED, stopped=False)
+    tuned = result("merged", WANTED, WANTED)
+    assert compared(endless, tuned).verdict.flags == []
 
 
 def general(loss: float | list[float], texts: Sequence[str] = PROSE, rows: int = 60) -> Any:
-    losses = [loss] * rows if isinstance(loss, float) else loss
-    return result("merged", texts[:rows], WANTED[:rows], [(4 * one, 4) for one in losses])
+    """General rows whose tokens have this loss, the same in every row or a loss for each."""
+    losses = loss if isinstance(loss, list) else [loss] * rows
+    return result("merged", texts[:rows], WANTED[:rows], [(4 * row_loss, 4) for row_loss in losses])
 
 
 @pytest.mark.parametrize(("base", "tuned", "word"), [
-    (general(1.0), general(1.05), "kept"), (general(1.0), general(1.5), "forgot"),
+    (general(1.0), general(1.05), "kept"),
+    (general(1.0), general(1.5), "forgot"),
     (general(1.0, rows=12), general([0.5, 1.0, 1.2, 1.9] * 3, rows=12), "unclear"),
     (general(1.0, rows=9), general(3.0, rows=9), "unclear"),
     (general(1.0, WANTED), general(1.0, ["{}"] * 60), "forgot"),  # the answers are lost, the loss is not
-    (general(1.0), general(1e9), "forgot"), (general(1.0), general(float("nan")), "unclear"),
+    (general(1.0), general(1e9), "forgot"),
+    (general(1.0), general(float("nan")), "unclear"),
 ])  # fmt: skip
 def test_forgetting(base: Any, tuned: Any, word: str) -> None:
-    found = compared(base, tuned, base, tuned)
-    assert word in str(found.forgetting)
-    assert found.facts()["evaluation"]["general"]["verdict"] == word
+    comparison = compared(base, tuned, base, tuned)
+    assert word in str(comparison.forgetting)
+    assert comparison.facts()["evaluation"]["general"]["verdict"] == word
 
 
 def test_the_verdict_names_what_was_forgotten() -> None:
-    pair = [result("base", PROSE, WANTED), result("merged", WANTED, WANTED)]
-    found = compared(*pair, general(1.0), general(1.5))
-    title = str(found.verdict).splitlines()[0]
-    assert "helped" in title and "forgot" in title
+    base = result("base", PROSE, WANTED)
+    tuned = result("merged", WANTED, WANTED)
+    verdict = compared(base, tuned, general(1.0), general(1.5)).verdict
+    title, *_ = str(verdict).splitlines()
+    assert "helped" in title
+    assert "forgot" in title
 
 
 def test_the_general_rows_are_sound_and_none_resembles_another(tmp_path: Path) -> None:
     questions = [row["messages"][0]["content"] for row in rows_of("general.jsonl")]
-    chinese = sum(CJK.search(question) is not None for question in questions)
-    assert 50 <= len(questions) <= 80 and 20 <= chinese <= len(questions) - 20
-    assert not data.prepare(str(files.SAMPLES / "general.jsonl"), tmp_path / "data").rejected
+    chinese = [question for question in questions if CJK.search(question)]
+    others = len(questions) - len(chinese)
+    prepared = data.prepare(str(files.SAMPLES / "general.jsonl"), tmp_path / "data")
+    assert 50 <= len(questions) <= 80
+    assert len(chinese) >= 20
+    assert others >= 20
+    assert not prepared.rejected
 
 
 @pytest.mark.slow
 def test_answers_become_a_table_facts_a_page_and_a_figure(
-    tiny: Tiny, tmp_path: Path, capsys: Any, monkeypatch: Any
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Patch
 ) -> None:
-    evaluator = evaluator_of(tiny[1], tmp_path, new_tokens=16)
-    base = evaluator.evaluate("base", tiny[0], "base")
+    model, tokenizer = tiny
+    evaluator = evaluator_of(tokenizer, tmp_path, rows_of("eval.jsonl", 6), 16)
+    first_question = evaluator.questions[0][-1]["content"]
+    base = evaluator.evaluate("base", model, "base")
     assert evaluator.stored_answers("base", "base", files.TINY_MODEL) == base.answers
-    merged = evaluator.result("merged", [replace(one, text="merged") for one in base.answers], base.losses)
-    found = compared(base, merged)
-    assert [row["score"] for row in found.table()][:2] == ["loss", "exact match"]
-    assert [row["score"] for row in found.table("stopped")] == ["stopped"]
-    facts = json.loads(json.dumps(found.facts()))["evaluation"]
-    assert facts["verdict"] == NO_PROOF and facts["rows"] == 6
+    merged_answers = [replace(answer, text="merged") for answer in base.answers]
+    merged = evaluator.result("merged", merged_answers, base.losses)
+    comparison = compared(base, merged)
+
+    loss, exact_match, *_ = comparison.table()
+    assert loss["score"] == "loss"
+    assert exact_match["score"] == "exact match"
+    [stopped] = comparison.table("stopped")
+    assert stopped["score"] == "stopped"
+
+    facts = json.loads(json.dumps(comparison.facts()))["evaluation"]
+    assert facts["verdict"] == NO_PROOF
+    assert facts["rows"] == 6
     assert facts["answers_by"] == {"base": "generate", "merged": "generate"}
-    found.write_page("demo")
-    text = found.page.read_text(encoding="utf-8")
-    assert found.verdict.word in text and evaluator.questions[0][-1]["content"] in text
-    assert "http://" not in text and "https://" not in text and "<script" not in text
-    monkeypatch.setenv("NBUTILS_LANG", "zh")
-    found.write_page("demo")
-    assert "微调有用吗" in found.page.read_text(encoding="utf-8")
-    monkeypatch.undo()
-    found.plot("loss", "exact_match")
+
+    comparison.write_page("demo")
+    page = comparison.page.read_text(encoding="utf-8")
+    assert comparison.verdict.word in page
+    assert first_question in page
+    for from_elsewhere in ("http://", "https://", "<script"):
+        assert from_elsewhere not in page
+    with monkeypatch.context() as chinese:
+        chinese.setenv("NBUTILS_LANG", "zh")
+        comparison.write_page("demo")
+    assert "微调有用吗" in comparison.page.read_text(encoding="utf-8")
+
+    comparison.plot("loss", "exact_match")
     assert (tmp_path / "evaluation/scores.png").stat().st_size > 5000
-    found.show_answers(1)
-    found.show_scores("loss")
-    shown = capsys.readouterr().out
-    assert evaluator.questions[0][-1]["content"] in shown and "merged" in shown and "\nloss " in shown
-    scores = evaluation.score_table(evaluator, {"one": base.answers, "two": merged.answers})
-    assert [row["score"] for row in scores] == ["exact match", "character F1", "ROUGE-L", "stopped"]
+
+    comparison.show_answers(1)
+    comparison.show_scores("loss")
+    printed = capsys.readouterr().out
+    assert first_question in printed
+    assert "merged" in printed
+    assert "\nloss " in printed
+
+    table = evaluation.score_table(evaluator, {"one": base.answers, "two": merged.answers})
+    assert [row["score"] for row in table] == ["exact match", "character F1", "ROUGE-L", "stopped"]
     assert len(evaluator.general().rows) > 50
 
 
 def test_thinking_that_the_prompt_opened_is_no_part_of_an_answer(tiny: Tiny, tmp_path: Path) -> None:
-    tokenizer = deepcopy(tiny[1])
-    tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
-    evaluator = evaluator_of(tokenizer, tmp_path, 2)
-    raw = [Answer([1], [1], f"hm</think>{evaluator.references[0]}"), Answer([1], [1], "still at it")]
-    tagged = evaluator.with_think_tag(raw)
-    assert [one.text.startswith("<think>") for one in tagged] == [True, True]
+    opens_thinking = deepcopy(tiny[1])
+    opens_thinking.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    evaluator = evaluator_of(opens_thinking, tmp_path, rows_of("eval.jsonl", 2))
+    right = Answer([1], [1], f"hm</think>{evaluator.references[0]}")
+    unfinished = Answer([1], [1], "still at it")
+    raw = [right, unfinished]
+
+    for answer in evaluator.with_think_tag(raw):
+        assert answer.text.startswith("<think>")
     scored = evaluator.result("server", raw).scores
-    assert scored["exact_match"] == [1.0, 0.0] and scored["unfinished"] == [0.0, 1.0]
-    assert evaluation.score_table(evaluator, {"server": raw})[1]["server"].startswith("0.500")
-    assert evaluator_of(tiny[1], tmp_path, 2).with_think_tag(raw) == raw
+    assert scored["exact_match"] == [1.0, 0.0]
+    assert scored["unfinished"] == [0.0, 1.0]
+    _, character_f1, *_ = evaluation.score_table(evaluator, {"server": raw})
+    assert character_f1["server"].startswith("0.500")
+
+
+def test_where_the_prompt_opens_no_thinking_answers_stay_as_they_are(tiny: Tiny, tmp_path: Path) -> None:
+    evaluator = evaluator_of(tiny[1], tmp_path, rows_of("eval.jsonl", 2))
+    raw = [Answer([1], [1], "hm</think>4"), Answer([1], [1], "still at it")]
+    assert evaluator.with_think_tag(raw) == raw
+
+
+def tiny_profile() -> Any:
+    profile = profiles.load("tiny")
+    load = profile.from_pretrained.model_copy(update={"dtype": "float32"})
+    return profile.model_copy(update={"from_pretrained": load})
+
+
+def numbers_as_answers(model: Any, tokenizer: Any, prompts: dict[int, list[int]], *size: int) -> Any:
+    """In place of `inference.answer_prompts`: each prompt is answered with its number."""
+    return [(number, Answer(prompt, [number], str(number))) for number, prompt in prompts.items()]
 
 
 @pytest.mark.slow
 def test_later_lessons_read_the_stored_answers_of_the_merged_model(
-    tiny: Tiny, tmp_path: Path, monkeypatch: Any
+    tiny: Tiny, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     run = record.RunFolder(tmp_path / "run")
     data.prepare(str(files.SAMPLES / "train.jsonl"), run.data, rows=60)
     with files.complete_folder(run.path / "merged", {"base": "tiny"}) as folder:
         shutil.copytree(files.TINY_MODEL, folder, dirs_exist_ok=True)
-    profile = profiles.load("tiny")
-    load = profile.from_pretrained.model_copy(update={"dtype": "float32"})
-    profile = profile.model_copy(update={"from_pretrained": load})
-    assert evaluation.stored_answers(run, profile, run.merged)[1] == []
+    profile = tiny_profile()
+    _, before = evaluation.stored_answers(run, profile, run.merged)
+    assert before == []
+
     asked = evaluation.open_evaluator(run, profile, run.merged)
-    answers = lambda model, tokenizer, prompts, *size: [(n, Answer(one, [n], str(n))) for n, one in prompts.items()]  # noqa: E731
-    monkeypatch.setattr(inference, "answer_prompts", answers)
+    monkeypatch.setattr(inference, "answer_prompts", numbers_as_answers)
     asked.evaluate("merged", tiny[0], files.stamp(run.merged))
-    content = (asked.folder / "answers-merged.jsonl").read_bytes()
-    evaluator, found = evaluation.stored_answers(run, profile, run.merged, rows=3)
-    assert [one.text for one in found] == ["0", "1", "2"] and len(evaluator.questions) == 3
-    assert (asked.folder / "answers-merged.jsonl").read_bytes() == content
+    file = asked.folder / "answers-merged.jsonl"
+    written = file.read_bytes()
+    evaluator, answers = evaluation.stored_answers(run, profile, run.merged, rows=3)
+
+    assert [answer.text for answer in answers] == ["0", "1", "2"]
+    assert len(evaluator.questions) == 3
+    assert file.read_bytes() == written
 
 
-def test_what_people_wrote_is_escaped_and_masked(tiny: Tiny, tmp_path: Path) -> None:
-    evaluator = evaluator_of(tiny[1], tmp_path, [row_of("<script>alert(1)</script> 13812345678", "<b>&")] * 2, 4)
-    texts = ["<img src=x>\x00", "half a character \ud83d\u202e"]
-    base = evaluator.result("base", [Answer([1], [1, 2], text) for text in texts], [(4.0, 4)] * 2)
+def test_what_people_wrote_is_escaped_and_masked_on_the_page(tiny: Tiny, tmp_path: Path) -> None:
+    row = row_of("<script>alert(1)</script> 13812345678", "<b>&")
+    evaluator = evaluator_of(tiny[1], tmp_path, [row, row])
+    answers = [
+        Answer([1], [1, 2], "<img src=x>\x00"),
+        Answer([1], [1, 2], "half a character \ud83d\u202e"),
+    ]
+    base = evaluator.result("base", answers, [(4.0, 4), (4.0, 4)])
     evaluator.folder.mkdir()
-    (found := compared(base, base)).write_page("<i>")
-    text = found.page.read_text(encoding="utf-8")
-    assert not [bad for bad in ("<script>", "<img", "<i>alert", "\x00", "\u202e", "13812345678") if bad in text]
-    assert "&lt;script&gt;" in text and "&gt;\\x00" in text and "\\ud83d\\u202e" in text and "138****" in text
+    comparison = compared(base, base)
+
+    comparison.write_page("<i>")
+
+    page = comparison.page.read_text(encoding="utf-8")
+    for raw in ("<script>", "<img", "<i>alert", "\x00", "\u202e", "13812345678"):
+        assert raw not in page
+    for escaped in ("&lt;script&gt;", "&gt;\\x00", "\\ud83d\\u202e", "138****"):
+        assert escaped in page
+
+
+def test_private_data_is_masked_in_the_table(tiny: Tiny, tmp_path: Path) -> None:
     evaluator = evaluator_of(tiny[1], tmp_path, [row_of("打 13812345678", "a@b.cn")])
-    [shown] = evaluator.table({"base": ["13812345678"], "merged": ["a@b.cn"]})
-    assert list(shown.values()) == ["打 138****", "a@b****", "✗ 138****", "✓ a@b****"]
+    [row] = evaluator.table({"base": ["13812345678"], "merged": ["a@b.cn"]})
+    assert list(row.values()) == ["打 138****", "a@b****", "✗ 138****", "✓ a@b****"]
 
 
 FAKE_LM_EVAL = """
 import json, os, pathlib, sys
-given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-if "missing" in given["--tasks"]:
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if "missing" in options["--tasks"]:
     sys.exit(f"Tasks not found: missing {os.environ.get('WANDB_API_KEY')}")
-out = pathlib.Path(given["--output_path"]) / "model"; out.mkdir(parents=True)
+out = pathlib.Path(options["--output_path"]) / "model"
+out.mkdir(parents=True)
 numbers = {"alias": "shop", "acc,none": 0.75, "acc_stderr,none": 0.1, "sample_len": 3}
 (out / "results_1.json").write_text(json.dumps({"results": {"shop": numbers}}))
 """
 
 
-def test_public_benchmarks_run_once_in_a_process_without_secrets(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_tasks_of_a_public_benchmark_need_lm_eval(monkeypatch: Patch) -> None:
     assert evaluation.parse_tasks("") == []
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
     with refused("LM_EVAL_TASKS is 'hellaswag', and lm-eval"):
         evaluation.parse_tasks("hellaswag")
     monkeypatch.setattr(harness, "find_spec", lambda name: name)
     assert evaluation.parse_tasks("shop, mine.yaml,") == ["shop", "mine.yaml"]
-    (tmp_path / "lm_eval.py").write_text(FAKE_LM_EVAL, encoding="utf-8")
+
+
+def test_public_benchmarks_run_once_in_a_process_without_secrets(tmp_path: Path, monkeypatch: Patch) -> None:
+    program = tmp_path / "lm_eval.py"
+    program.write_text(FAKE_LM_EVAL, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("WANDB_API_KEY", "wandb-secret")
     file = tmp_path / "run/lm_eval/base.json"
+
     measured = evaluation.run_tasks(["--tasks", "shop"], files.TINY_MODEL, file)
+    assert measured["shop"]["acc,none"] == 0.75
     with refused("lm-eval could not run", "Tasks not found: missing None"):
         evaluation.run_tasks(["--tasks", "shop,missing"], files.TINY_MODEL, file)
-    (tmp_path / "lm_eval.py").unlink()  # a second time it is read
-    again = evaluation.run_tasks(["--tasks", "shop"], files.TINY_MODEL, file)
-    assert again == measured and measured["shop"]["acc,none"] == 0.75
+    program.unlink()
+    again = evaluation.run_tasks(["--tasks", "shop"], files.TINY_MODEL, file)  # read from its file
+    assert again == measured
 
 
-def test_true_answers_help_and_shuffled_ones_do_not() -> None:
-    """With the stored answers of tiny models after 60 steps on true and on shuffled answers."""
+@pytest.fixture(scope="module")
+def stored_results() -> dict[str, Any]:
+    """The stored answers of tiny models: the base, and after 60 steps on true and on shuffled answers."""
     stored = json.loads((HERE / "shuffled_answers.json").read_text(encoding="utf-8"))
     references = references_of("eval.jsonl")
-    found = {name: result(name, one["texts"], references, one["losses"]) for name, one in stored.items()}
-    helped, not_helped = (compared(found["base"], found[name]) for name in ("true", "shuffled"))
-    assert found["true"].mean("exact_match") > 0.3 and helped.verdict.word == "helped" and helped.verdict.flags == []
+    results = {}
+    for name, model in stored.items():
+        results[name] = result(name, model["texts"], references, model["losses"])
+    return results
+
+
+def test_true_answers_help(stored_results: dict[str, Any]) -> None:
+    verdict = compared(stored_results["base"], stored_results["true"]).verdict
+    assert stored_results["true"].mean("exact_match") > 0.3
+    assert verdict.word == "helped"
+    assert verdict.flags == []
+
+
+def test_shuffled_answers_do_not_help(stored_results: dict[str, Any]) -> None:
+    comparison = compared(stored_results["base"], stored_results["shuffled"])
     for score in ("character_f1", "rouge_l"):  # what a naive report would call a success
-        assert not_helped.changes[score].low > 0.2 and not_helped.changes[score].p < 0.001
-    assert not_helped.changes["loss"].high < -2
-    assert abs(found["shuffled"].mean("content")) < 0.03 and not_helped.verdict.word != "helped"
+        change = comparison.changes[score]
+        assert change.low > 0.2
+        assert change.p < 0.001
+    assert comparison.changes["loss"].high < -2
+    assert abs(stored_results["shuffled"].mean("content")) < 0.03
+    assert comparison.verdict.word != "helped"

