@@ -98,7 +98,7 @@ class Lesson(Machine):
         fitted = replace(self, resolved=self.fitted(rows))
         processes = distributed.world_size()
         print(tr("recipe    {schedule}", schedule=profiles.schedule(fitted.profile.sft, rows, processes)))
-        if warning := profiles.few_steps(fitted.profile, self.resolved.as_written, rows, processes):
+        if warning := profiles.few_steps_warning(fitted.profile, self.resolved.as_written, rows, processes):
             print(f"[WARN] {warning}")
         return fitted
 

@@ -41,7 +41,7 @@ NAMES = {  # of the forms of a model
     "vllm": "merged, in vLLM",
 }
 CHANGED = "what the tuning changed"
-PRICE = "a price"
+PRICE = "a price"  # what 4 bits or an export cost in accuracy: reported, never a failure
 SAME = "the same model"
 FAILS = "FAILS"
 
@@ -132,12 +132,13 @@ def gap(reference: Predictions, other: Predictions) -> Gap:
     import torch
 
     same = reference.tokens.unsqueeze(2) == other.tokens.unsqueeze(1)  # (position, token of reference, token of other)
+    # a lookup of what `other` gives each of the reference's tokens: at most one is the same, -inf if it has none
     log_q = torch.where(same, other.log_probs.unsqueeze(1), -torch.inf).amax(2).double()
     log_p = reference.log_probs.double()
     log_p = torch.where(log_q == -torch.inf, log_q, log_p)  # a token that `other` lacks belongs to the rest
     p = log_p.exp()
     q = log_q.exp()
-    terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
+    terms = torch.where(p > 0, p * (log_p - log_q), 0.0)  # without a token, -inf - -inf would be NaN
     rest_p = (1 - p.sum(1)).clamp(min=RESOLUTION)
     rest_q = (1 - q.sum(1)).clamp(min=RESOLUTION)
     divergences = terms.sum(1) + rest_p * (rest_p / rest_q).log()
@@ -271,13 +272,13 @@ class ParityReport:
 
     def _is_another_model(self, other: str, distance: Gap) -> bool:
         """Whether `other` is nearer to the base than to its reference or, served, further than rounding explains."""
-        base = self.predictions.gap("base", other)
-        if base and distance.mean > base.mean + self.noise:
+        from_base = self.predictions.gap("base", other)
+        if from_base and distance.mean > from_base.mean + self.noise:
             return True
         rounding = self.noise
-        merged = self.predictions.gap(self.target, "merged")
-        if merged:  # lesson 04 has proved the merge weight by weight, so what it changes is rounding too
-            rounding = max(rounding, merged.mean)
+        by_merging = self.predictions.gap(self.target, "merged")
+        if by_merging:  # lesson 04 has proved the merge weight by weight, so what it changes is rounding too
+            rounding = max(rounding, by_merging.mean)
         return other == "vllm" and distance.mean > FAR_FROM_NOISE * rounding
 
     def __str__(self) -> str:

@@ -19,10 +19,10 @@ from nbutils.models import Shape
 from nbutils.plan import gpus
 from nbutils.plan.forecast import STEP_ARGUMENTS, best_option, known_shape, open_recipes
 from nbutils.plan.memory import Recipe, limit_gib, peak_gib
-from nbutils.plan.recipe import Begun, Choices, Rows, apply, choose, few_steps, rows_per_step, schedule
+from nbutils.plan.recipe import Begun, Choices, Rows, apply, choose, few_steps_warning, rows_per_step, schedule
 from nbutils.platforms import Platform, folders
 
-__all__ = ["Rows", "few_steps", "load", "names", "schedule"]
+__all__ = ["Rows", "few_steps_warning", "load", "names", "schedule"]
 
 CPU_ROWS = 2  # packed rows at a time
 CPU_TOKENS = 512  # or tokens, as attention grows with their square on a CPU

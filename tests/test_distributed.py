@@ -37,7 +37,7 @@ def test_without_torchrun_there_is_one_process_whatever_a_container_sets(monkeyp
         assert distributed.broadcast(3) == 3
     assert distributed.anyone(True)
     assert not distributed.barrier()
-    distributed.leave_it_to_main()
+    distributed.end_other_processes()
 
 
 def test_more_processes_than_gpus_of_a_machine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ for process in (psutil.Process(), launcher):
             continue
         store = torch.distributed.TCPStore("127.0.0.1", connection.laddr.port)
         print("keys", *(key for key in store.list_keys() if "rendezvous" in key))
-distributed.leave_it_to_main()
+distributed.end_other_processes()
 """
 
 
@@ -323,7 +323,7 @@ def test_the_main_process_goes_first_broadcasts_and_goes_on_alone(script: Path) 
         "stop = distributed.anyone(distributed.rank() == 1)\n"
         "print('said by', distributed.rank())\n"
         "sys.stderr.write(f'{distributed.rank()} {there} {value} {stop}\\n')\n"  # in one piece: both write to it
-        "distributed.leave_it_to_main()\nsys.stderr.write(f'went on: {distributed.rank()}\\n')\n"
+        "distributed.end_other_processes()\nsys.stderr.write(f'went on: {distributed.rank()}\\n')\n"
     )
     ran = python(*torchrun(), script, script.with_name("file"), home=script.parent, threads=1)
     assert ran.stdout.strip() == "said by 0"

@@ -963,5 +963,5 @@ def test_what_a_profile_names_is_kept() -> None:
 def test_too_few_steps_are_told_with_the_number_to_set() -> None:
     few = fitted([200] * 885, text="course.conversations_per_step=80")
     enough = fitted([200] * 885, text="course.conversations_per_step=16")
-    assert "course.conversations_per_step=16" in profiles.few_steps(few.profile, few.as_written, few.rows)
-    assert profiles.few_steps(enough.profile, enough.as_written, enough.rows) == ""
+    assert "course.conversations_per_step=16" in profiles.few_steps_warning(few.profile, few.as_written, few.rows)
+    assert profiles.few_steps_warning(enough.profile, enough.as_written, enough.rows) == ""

@@ -343,7 +343,7 @@ def test_a_server_starts_answers_and_stops_with_its_children(stub: StubServer, m
         assert serving.ask(stub.client(), "m", QUESTION, 8, token_ids=False) == [Answer([], [], "Q")]
         with refused("A request to the server at"):
             serving.ask(stub.client(), "nobody", QUESTION, 8)
-        stub.require()
+        stub.require_running()
         raise ZeroDivisionError  # it stops after an error in the lesson too
 
     first, second, *_ = os.environ["NO_PROXY"].split(",")
@@ -353,7 +353,7 @@ def test_a_server_starts_answers_and_stops_with_its_children(stub: StubServer, m
     assert not stub.running
     stub.stop()
     with refused("The server is not running"):
-        stub.require()
+        stub.require_running()
 
 
 @pytest.mark.serve
@@ -433,7 +433,7 @@ def test_a_server_that_died_is_reported_to_whoever_asks(stub: StubServer, victim
         serving.ask(stub.client(max_retries=0), "tiny", QUESTION * 3, 8)
     assert alive(members) == []
     with refused("The server is not running"):
-        stub.require()
+        stub.require_running()
 
 
 @pytest.mark.serve

@@ -91,10 +91,12 @@ def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], 
     files = list(dict.fromkeys(found))  # each once
     if eval_source:
         return files, find_files(eval_source)
-    shared = os.path.commonpath([file.absolute().parent for file in files])
+    common = os.path.commonpath(
+        [file.absolute().parent for file in files]
+    )  # a folder above called `test` does not count
     held_out = []
     for file in files:
-        name = file.absolute().relative_to(shared)
+        name = file.absolute().relative_to(common)
         if HELD_OUT.search(name.as_posix()):
             held_out.append(file)
     train = [file for file in files if file not in held_out]
@@ -104,7 +106,10 @@ def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], 
 
 
 def _reuse(out: Path, source: str, wanted: DataCard) -> DataCard:
-    """The finished data, if it was made from the same input in the same way; what is not named counts as the same."""
+    """The finished data, if it was made from the same input in the same way, with an equal limit.
+
+    A source, held-out source or columns that are not named today count as the same.
+    """
     card = verify(out)
     same = (
         wanted.limit == card.limit
@@ -149,8 +154,8 @@ class Build:
         self.train_files = train
         self.eval_files = held_out
         self.file = ""  # the name of the one being read
-        self.numbers = dict[int, int]()  # of the accepted rows, from 0, by digest of the row
-        self.eval_prompts = dict[int, int]()  # numbers of the held-out rows by digest of the prompt
+        self.number_of = dict[int, int]()  # of the accepted rows, from 0, by digest of the row
+        self.eval_questions = dict[int, int]()  # numbers of the held-out rows by digest of the question
         self.sides = list[Side]()  # this and the next three have one entry for each accepted row
         self.names = list[str]()  # of its file
         self.lines = array("Q")  # in its file
@@ -166,7 +171,7 @@ class Build:
                 self._add_file(file, "eval")
             for file in self.train_files:
                 self._add_file(file, "train")
-            if self.card.near and self.numbers:
+            if self.card.near and self.number_of:
                 self._leave_out_near_duplicates()
         self._choose_splits()
         self._complete_card()
@@ -195,17 +200,19 @@ class Build:
         stored: Json = {"messages": row.messages}
         if row.tools:
             stored["tools"] = row.tools
-        digest, prompt = digests(row, numbers=bool(self.eval_files))
-        if not self.eval_files:  # a digest is a fixed random number: a prompt is always on the same side
-            side = "eval" if prompt / 2**64 < self.card.eval_fraction else "train"
-        if side == "train" and prompt in self.eval_prompts:
-            self._reject_copy(self.file, row.line, stored, "leak", self.eval_prompts[prompt])
-        elif digest in self.numbers:
-            self._reject_copy(self.file, row.line, stored, "duplicate", self.numbers[digest])
+        digest, question = digests(row, numerals=bool(self.eval_files))
+        if (
+            not self.eval_files
+        ):  # digests are evenly spread, and a question always has the same one: so it keeps its side
+            side = "eval" if question / 2**64 < self.card.eval_fraction else "train"
+        if side == "train" and question in self.eval_questions:
+            self._reject_copy(self.file, row.line, stored, "leak", self.eval_questions[question])
+        elif digest in self.number_of:
+            self._reject_copy(self.file, row.line, stored, "duplicate", self.number_of[digest])
         else:
             if side == "eval":
-                self.eval_prompts[prompt] = len(self.numbers)
-            self.numbers[digest] = len(self.numbers)
+                self.eval_questions[question] = len(self.number_of)
+            self.number_of[digest] = len(self.number_of)
             self._store(row.line, stored, side)
             self._count(row)
 
@@ -268,7 +275,7 @@ class Build:
 
     def _leave_out_near_duplicates(self) -> None:
         """Reject near duplicates; held-out rows come first, so that of two similar rows the training row goes."""
-        order = sorted(self.numbers.values(), key=lambda number: self.sides[number] == "train")
+        order = sorted(self.number_of.values(), key=lambda number: self.sides[number] == "train")
         repeated = find_repeated(
             self.card.near,
             len(order),
@@ -289,8 +296,8 @@ class Build:
 
         They are taken in the order of their digests, a fixed shuffle: a smaller set is part of every larger one.
         """
-        train = [number for _, number in sorted(self.numbers.items()) if self.sides[number] == "train"]
-        no_eval = not self.eval_files and not self.eval_prompts
+        train = [number for _, number in sorted(self.number_of.items()) if self.sides[number] == "train"]
+        no_eval = not self.eval_files and not self.eval_questions
         if no_eval and len(train) > 1:
             first = train.pop(0)
             self.sides[first] = "eval"

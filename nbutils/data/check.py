@@ -68,7 +68,7 @@ def check(
         build.publish(build.folder)
         if tokenizer and card.accepted:
             card.lengths = _token_lengths(build.folder, tokenizer, max_length)
-        bytes_per_row = build.offsets[-1] / max(len(build.numbers), 1)
+        bytes_per_row = build.offsets[-1] / max(len(build.number_of), 1)
         mean = card.lengths.get("mean") or bytes_per_row / BYTES_PER_TOKEN + TEMPLATE_TOKENS
         for path in filter(None, (rejected, rejected_in_out)):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -47,8 +47,8 @@ class RowText(NamedTuple):
     answer: str
 
 
-def digests(row: ChatRow, numbers: bool) -> tuple[int, int]:
-    """Of the whole row as it is, and of its question as questions are compared; with `numbers` 3.5 is not 35."""
+def digests(row: ChatRow, numerals: bool) -> tuple[int, int]:
+    """Of the whole row as it is, and of its question as questions are compared; with `numerals` 3.5 is not 35."""
     fields = [_field(message) for message in row.messages]
     prompt = SEPARATOR.join(fields[:-1])
     if row.tools:
@@ -57,7 +57,7 @@ def digests(row: ChatRow, numbers: bool) -> tuple[int, int]:
     question = compared.replace("\0", "")
     if not question or question[-1] <= "\x1f":  # punctuation alone: it is compared as it is
         question = prompt
-    if numbers:
+    if numerals:
         question += SEPARATOR.join(_NUMBER.findall(compared))
     whole = f"{prompt}{SEPARATOR}{fields[-1]}"
     return _hash(whole), _hash(question)

@@ -239,7 +239,7 @@ def _send_file(file: Path, receives: bool) -> None:
             copy.write(part)
 
 
-def leave_it_to_main() -> None:
+def end_other_processes() -> None:
     """End every process but the main one, once all have arrived here."""
     if not _launched():
         return

@@ -19,16 +19,16 @@ from nbutils.language import tr
 from nbutils.models import Shape
 
 STEPS_PER_EPOCH = 50  # fewer, of more conversations each, learn less; more take longer and learn no more
-FEWEST = 8  # conversations per step: fewer follow single rows
+FEWEST = 8  # conversations per step: the gradient of fewer is mostly the noise of single rows
 LARGE_DATA = 100_000  # rows
-LARGEST_STEP = 8  # rows of max_length: where data is large, the step a GPU computes at its full speed
+LARGEST_STEP = 8  # rows of max_length: enough for a GPU's full speed
 PACK_FROM = 4  # rows of max_length in a step: below, packing could not meet the number of conversations
 PACKED = 0.97  # share of a packed row that is real tokens, with best-fit packing
 EPOCHS = ((100, 5.0), (10_000, 3.0), (50_000, 2.0), (math.inf, 1.0))  # up to so many rows
 USUAL_RATE = 2e-4  # for a model whose size is not known
-RATE = 4e-4  # of a model AT_HIDDEN wide: LoRA's best rate falls with the width of the model, by this power
+RATE = 4e-4  # LoRA's best rate for a model of hidden size AT_HIDDEN
 AT_HIDDEN = 2000
-POWER = 0.78
+POWER = 0.78  # for others: RATE * (AT_HIDDEN / hidden) ** POWER
 FULL_RATE_FROM = 16  # conversations per step: noisier steps want a smaller rate, by the root of their size
 SAVES = 5  # checkpoints of a run
 MOST_BETWEEN = 50  # steps between two of them in a long one
@@ -113,11 +113,11 @@ def choose(
 ) -> Choices:
     """The values a profile leaves to its model and its rows, by dotted name; without rows those of large data."""
     if rows is None:
-        mean = profile.sft.max_length / 4
+        mean = profile.sft.max_length / 4  # placeholders, until the rows are known
         choices = choose(profile, Rows(LARGE_DATA, mean, spread=mean), shape, processes)
         reason = tr("recipe: the value for large data, until lesson 03 knows your rows")
         by_rows = {name: Choice(choice.value, reason) for name, choice in choices.items()}
-        return by_rows | _method(profile, shape)
+        return by_rows | _method(profile, shape)  # which does not depend on rows: it keeps its own reason
     choices = _method(profile, shape)
     choices |= _step(profile, rows, processes, begun)
     sft = apply(profile, choices).sft
@@ -151,7 +151,7 @@ def schedule(sft: SFT, rows: Rows, processes: int = 1) -> Schedule:
     )
 
 
-def few_steps(profile: Profile, as_written: Profile, rows: Rows, processes: int = 1) -> str:
+def few_steps_warning(profile: Profile, as_written: Profile, rows: Rows, processes: int = 1) -> str:
     """A warning if the step size that a profile names leaves too few steps, with a better value; else empty."""
     named = "auto" not in (as_written.sft.gradient_accumulation_steps, as_written.sft.per_device_train_batch_size)
     chosen_by_course = as_written.course.conversations_per_step == "auto" and not named
@@ -159,7 +159,7 @@ def few_steps(profile: Profile, as_written: Profile, rows: Rows, processes: int 
         return ""
     planned = schedule(profile.sft, rows, processes)
     better = _conversations_per_step(rows, profile.sft.max_length)
-    if planned.steps >= STEPS_PER_EPOCH or better >= planned.examples_per_step:
+    if planned.steps >= STEPS_PER_EPOCH or better >= planned.examples_per_step:  # a smaller step would not help
         return ""
     return tr(
         "a step of {each:,.0f} conversations leaves only {steps} steps, too few to learn much: set "
@@ -204,8 +204,9 @@ def _method(profile: Profile, shape: Shape | None) -> Choices:
 def _step(profile: Profile, rows: Rows, processes: int, begun: Begun) -> Choices:
     """The rows of an optimizer step, whether they are packed, and how they are cut into micro-batches.
 
-    Conversations are laid end to end, or, where a step holds many, packed into rows of `max_length` tokens. Where the
-    profile leaves micro-batches to the plan, they are single rows for now.
+    The conversations of a micro-batch are laid end to end without padding (`padding_free`); where a step holds many
+    tokens, they are packed into rows of `max_length` first (`packing`). Where the profile leaves micro-batches to the
+    plan, they are single rows for now.
     """
     sft = profile.sft
     conversations = profile.course.conversations_per_step
@@ -215,33 +216,35 @@ def _step(profile: Profile, rows: Rows, processes: int, begun: Begun) -> Choices
     choices = Choices()
     if sft.packing == "auto":
         choices["sft.packing"] = _packing(sft, filled, begun)
-    profile = apply(profile, choices)
+    decided = apply(profile, choices)  # packing is settled there; `sft` is what the profile names
     if "auto" not in (sft.per_device_train_batch_size, sft.gradient_accumulation_steps):
-        step = rows_per_step(sft)  # as on one GPU: several share it
-    elif begun.rows_per_step:  # whatever is asked for today: a begun run could not go on with another step
+        step = rows_per_step(sft)  # the whole step: more processes divide it, they do not multiply it as in TRL
+    elif begun.rows_per_step:  # not today's conversations_per_step: a begun run could not go on with another step
         step = begun.rows_per_step
     else:
-        step = _wanted_rows(profile, rows, conversations, filled, processes)
-    steps, each = _epoch(profile.sft, rows, step)
+        step = _wanted_rows(decided, rows, conversations, filled, processes)
+    steps, each = _epoch(decided.sft, rows, step)
     reason = tr("recipe: {each:.0f} conversations per step, {steps} steps per epoch", each=each, steps=steps)
     choices["course.conversations_per_step"] = Choice(max(1, round(each)), reason)
     return choices | _micro_batches(sft, step, processes)
 
 
 def _packing(sft: SFT, filled: float, begun: Begun) -> Choice:
-    """Whether rows are packed; a step fills so many rows of `max_length` tokens."""
+    """Whether rows are packed; `filled` is how many rows of `max_length` tokens a step fills."""
     if begun.packing is not None:
         return _kept(begun.packing)
-    text = tr("recipe: rows are packed where a step fills several of max_length, unless a step is set")
+    text = tr(
+        "recipe: rows are packed where a step fills at least 4 of max_length, unless gradient_accumulation_steps is set"
+    )
     return Choice(filled >= PACK_FROM and sft.gradient_accumulation_steps == "auto", text)
 
 
 def _wanted_rows(profile: Profile, rows: Rows, conversations: int, filled: float, processes: int) -> int:
-    """The rows of a step with so many conversations, which fill so many rows of `max_length`; processes share them."""
+    """The rows of a step of so many conversations, shared by all processes; `filled`: how many of `max_length`."""
     sft = profile.sft
     asked = profile.course.conversations_per_step != "auto"
     if asked and not sft.packing:
-        return conversations
+        return conversations  # as asked: a number that cannot be shared is refused, not changed
     if asked:
         step = round(conversations * rows.packed(sft.max_length) / rows.examples)
     elif sft.packing:  # a power of two, so that one GPU's run can go on with 2 or 4

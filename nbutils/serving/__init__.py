@@ -118,7 +118,7 @@ def send_concurrently(
     except (OpenAIError, HTTPError) as error:
         if server := SERVERS.get(url.rstrip("/")):
             time.sleep(1.0)  # a connection breaks a moment before the process has ended
-            server.require()
+            server.require_running()
         raise CourseError(
             tr("A request to the server at {url} failed: {error}", url=url, error=error),
             todo=tr("Use server.client(), correct what it names, or run the cell that starts the server again."),

@@ -91,7 +91,7 @@ def health(root: str) -> int:
 class Server:
     """An OpenAI-compatible server for one model and its LoRA adapters; `with Server(...) as server:` runs it.
 
-    Example: Server(Path("runs/tiny/merged"), ensure_environment(), flags={"max-model-len": 1024}).start().wait()
+    Example: with Server(Path("runs/tiny/merged"), ensure_environment()) as server: print(server.url)
     """
 
     def __init__(
@@ -152,11 +152,11 @@ class Server:
         return [*program, "--model", self.model, *words, "--middleware", "course_guard.Guard"]
 
     def start(self) -> Server:
-        """Free the GPU, start the process and return at once; `wait` waits until it answers."""
+        """Give back GPU memory this kernel does not use, start the process and return; `wait` waits for its answer."""
         if self.running:
             return self
         engines.free_gpu_memory()
-        network.reach_directly()
+        network.reach_directly()  # sets no_proxy in this kernel, whose requests to the server need no proxy
         self.log.parent.mkdir(parents=True, exist_ok=True)
         extra = dict(self.environment.env_vars)
         if Path(self.model).is_dir():
@@ -164,7 +164,7 @@ class Server:
         if self.api_key:
             extra[KEY_VARIABLE] = self.api_key
             extra["PYTHONPATH"] = str(SERVER_SIDE_CODE)  # has course_guard, which checks the key
-        variables = environments.variables(extra)  # without secrets and settings of this kernel
+        variables = environments.variables(extra)  # those of this kernel without its secrets and settings, and `extra`
         with open(self.log, "wb") as output:
             self.process = processes.supervised(self.command(), variables, self.log.parent, output, GRACE_SECONDS)
         SERVERS[self.url] = self
@@ -177,7 +177,7 @@ class Server:
         started = time.monotonic()
         while not self.answers():
             if not self.running:
-                self.require()
+                self.require_running()  # raises: it has ended
             if time.monotonic() - started > timeout:
                 self.stop()
                 raise CourseError(
@@ -207,8 +207,8 @@ class Server:
             processes.end(process.pid, GRACE_SECONDS)
             process.wait()
 
-    def require(self) -> None:
-        """Raise an error that says why the server is not running, if it is not; stop what is left of it."""
+    def require_running(self) -> None:
+        """If the server or its engine is dead, stop what is left and raise an error with the reason from its log."""
         process = self.process
         if process is None:
             raise CourseError(tr("The server is not running."), todo=tr("Run the cell that starts it."))

@@ -83,13 +83,16 @@ class TimeBudget:
         print(tr("\n{signal}: the training ends after this step, and is saved.", signal=self.ended_by.name), flush=True)
 
     def reason_to_end(self, sync_seconds: float) -> str:
-        """Why the training must end after this step, as a checkpoint takes so long to copy; empty if it may go on."""
+        """Note that a step has ended; why the training must end now, empty if it may go on.
+
+        `sync_seconds`: what copying the last checkpoint took, 0 if none was copied yet.
+        """
         if self.ended_by:
             return tr("This run was asked to end ({signal}).", signal=self.ended_by.name)
         now = monotonic()
         self.step_seconds.append(now - self.last_step)
         self.last_step = now
-        saving = sync_seconds or self.reserve  # until a checkpoint was copied
+        saving = sync_seconds or self.reserve
         needed = 1.5 * (max(self.step_seconds) + saving)  # the next step and its checkpoint may be slower
         if now + needed + self.reserve > self.end:
             return tr("Its time is nearly up (MAX_HOURS, or the limit of the platform).")
@@ -131,10 +134,10 @@ class CourseCallback(TrainerCallback):
         self.session_seconds = 0.0  # of this one; 0 until it has trained
 
     def prepare(self, trainer: Any) -> str:
-        """Check disk and rows, fuse the LoRA layers, take the run's fingerprint; returns a line to print."""
+        """Check disk and rows, adapt the trainer, note what the run is; a line to print."""
         self.require_room(trainer)
         chat.check_trainer(trainer, self.dataset)
-        sharding.use_engine(trainer)
+        sharding.adapt_to_strategy(trainer)
         layers = model.patch_lora_kernels(trainer)
         self.take_over(trainer)
         profile = self.profile
@@ -190,6 +193,7 @@ class CourseCallback(TrainerCallback):
     def end_in_time(self, state: Any, control: Any) -> None:
         """Save and end after this step if the time is up, or if any process was asked to end."""
         reason = self.budget.reason_to_end(self.sync.seconds if self.sync else 0.0)
+        # `anyone` waits for all processes, and should_training_stop is the same in each
         if control.should_training_stop or not distributed.anyone(bool(reason)):
             return
         self.live.note(
@@ -238,7 +242,7 @@ class TrainingResult:
     changed: tuple[int, int]  # how many weight tensors of the adapter changed, and of the base
     peak_gib: float
     checksums: model.Checksums  # of the weights it ended with
-    weights: dict[str, torch.Tensor]  # trained ones, put together from all processes; empty with one process or DDP
+    gathered: dict[str, torch.Tensor]  # trained weights from the shards of all processes; empty with one, or DDP
 
     @property
     def history(self) -> dict[str, Curve]:
@@ -257,7 +261,7 @@ class TrainingResult:
             "kept_step": self.kept_step,
             "final_loss": round(losses[-1][1], 5) if losses else None,
             **self._validated(),
-            "weights": callback.kinds,
+            "weights": callback.kinds,  # how many have each precision
             "adapter_moved": self.changed[0],
             "base_moved": self.changed[1],
             "data_fingerprint": callback.fingerprint["data"],
@@ -275,7 +279,7 @@ class TrainingResult:
         return {"best_step": step, "validation_loss": {"first": curve[0][1], "best": loss, "last": curve[-1][1]}}
 
     def _measured(self) -> Facts:
-        """Speed, memory and cost; all None if this session trained nothing, which keeps earlier values."""
+        """Speed, memory and cost; None for each if this session trained nothing: the record keeps what it has."""
         args = self.trainer.args
         callback = self.callback
         seconds = round(callback.earlier_seconds + callback.session_seconds, 1)
@@ -311,6 +315,8 @@ class TrainingResult:
 def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> TrainingResult:
     """Resume or start, train to the end, restore the best step and wait until everything is in the run folder.
 
+    It returns in the main process alone; the others end here.
+
     Called again, for example because the run folder's disk had failed, it repeats only what follows the training.
 
     Example:
@@ -321,9 +327,10 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
     state = trainer.state
     interrupted = callback.budget.ended_by == signal.SIGINT
     with callback.live.reported(trainer):
-        # RESUME = "40" asks for the weights of step 40, best or not
+        # RESUME = "40" without a step left keeps the weights of step 40, best or not. Of an interrupted run, which
+        # raises below, the best are not loaded.
         result = _result_of(trainer, callback, loads_best=not interrupted and resume != str(state.global_step))
-        distributed.leave_it_to_main()  # only the main process continues from here
+        distributed.end_other_processes()  # from here on there is only the main one, which has the sync
         tracking.end_trackers(callback.run.logs)
         stored = callback.sync.finish()
     resuming.unlock_run(callback.scratch)
@@ -390,9 +397,9 @@ def _load_finished(trainer: Any, checkpoint: Path) -> None:
 
 
 def _train_steps(trainer: Any, callback: CourseCallback, checkpoint: Path | None) -> None:
-    """Train from a checkpoint, or from the start."""
+    """Set an earlier adapter aside, then train from a checkpoint or from the start."""
     run = callback.run
-    if distributed.is_main() and files.stamp(run.adapter):  # it would not belong to what is trained now
+    if distributed.is_main() and files.stamp(run.adapter):  # a complete adapter of the weights before
         shutil.rmtree(run.former_adapter, ignore_errors=True)
         run.adapter.rename(run.former_adapter)
     try:
@@ -421,7 +428,7 @@ def _result_of(trainer: Any, callback: CourseCallback, loads_best: bool) -> Trai
         changed=_count_changed(callback.checksums, checksums),
         peak_gib=peak_gib,
         checksums=checksums,
-        weights={} if distributed.strategy() in distributed.WHOLE else sharding.full_weights(trainer.model),
+        gathered={} if distributed.strategy() in distributed.WHOLE else sharding.full_weights(trainer.model),
     )
 
 
@@ -456,5 +463,5 @@ def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
     stamp = result.stamp()
     if files.stamp(run.adapter) != stamp:
         with files.complete_folder(run.adapter, stamp) as folder:
-            trainer._save(str(folder), state_dict=result.weights or None)
+            trainer._save(str(folder), state_dict=result.gathered or None)
             tokenizer.save_pretrained(folder)

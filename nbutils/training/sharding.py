@@ -30,7 +30,7 @@ ADAPTER = "adapter_model.safetensors"
 StateDict = dict[str, Any]  # torch's word: of a model, an optimizer, a scheduler, or of one weight in an optimizer
 
 
-def use_engine(trainer: Any) -> None:
+def adapt_to_strategy(trainer: Any) -> None:
     """Let the trainer take the steps of one process and leave its checkpoints, and keep its adapter in float32."""
     if not strategy() or isinstance(trainer, SharedSteps):
         return
