@@ -1282,7 +1282,7 @@ def test_rows_for_one_side_alone_are_refused(tmp_path: Path, rows: list[Any]) ->
 def test_few_rows_still_leave_one_for_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     largest = 2**64 - 1  # a question with this digest is not held out
 
-    def digests(row: data.ChatRow, numbers: bool) -> tuple[int, int]:
+    def digests(row: data.ChatRow, numerals: bool) -> tuple[int, int]:
         return hash(str(row)) % 2**64, largest
 
     monkeypatch.setattr(build, "digests", digests)
