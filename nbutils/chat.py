@@ -276,6 +276,8 @@ def training_format(
     stop_ids: Iterable[int] | None = None,
 ) -> str:
     """`messages`, whole conversations, if such rows keep the contract; else `prompt_completion`, each answer alone."""
+    if stop_ids is None:  # only the model's own config knows: here any special token may close an answer
+        stop_ids = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
     answers = [ANSWER]
     if rows_think(rows):
         answers.append(THOUGHT)

@@ -342,7 +342,7 @@ def clear(store: Path) -> None:
 def _step_missing(step: int | None, kept: Iterable[StoredCheckpoint]) -> CourseError:
     steps = {checkpoint.step for checkpoint in kept} - {step}
     return CourseError(
-        tr("This run has no complete checkpoint of step {step}.", step=step or "*"),
+        tr("The checkpoint that was asked for is not complete, or not there: {step}.", step=step or tr("the newest")),
         todo=tr(
             'Set RESUME (or --step) to one of: {steps}; or RESUME to "auto".',
             steps=", ".join(map(str, sorted(steps))) or tr("none"),

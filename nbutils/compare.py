@@ -99,7 +99,8 @@ def show_runs(runs: Runs) -> None:
         for name, column in columns.items():
             row[name] = column.get(label, "-")
         table.append(row)
-    display.show_table(table, tr("Runs side by side"), display.aligned(table))
+    title = tr("Runs side by side") if table else tr("Nothing to compare: lesson 03 has not finished in these runs.")
+    display.show_table(table, title, display.aligned(table))
     if "data" in settings:
         print(tr("Not all of these runs were trained on the same data: their losses do not compare."))
     if platforms.in_kernel():

@@ -91,13 +91,12 @@ def execute(stem: str, output: Path, values: Facts) -> None:
             extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # the kernel's own remarks would break the bar
         )
     except PapermillExecutionError as failure:
-        problem = f"{failure.ename}: {failure.evalue}"
         raise CourseError(
             tr(
                 "Lesson {lesson} failed in cell {cell}: {problem}",
                 lesson=stem,
                 cell=failure.exec_count,
-                problem=problem,
+                problem=f"{failure.ename}: {failure.evalue}",
             ),
             todo=tr("Mend the cause, then give the same command again. {output} shows the cell.", output=unfinished),
         ) from failure

@@ -84,10 +84,10 @@ class Trained:
     @classmethod
     def of(cls, run: RunFolder) -> Trained:
         """Read what there is in a run folder."""
-        facts = record.load_facts(run.facts)
         failure = _failure(run.path)
         if failure:  # its curves, facts and evaluation were not written: those that are here are of an earlier stop
-            return cls([], [], rows=facts.checked, failure=failure)
+            return cls([], [], failure=failure)
+        facts = record.load_facts(run.facts)
         log = read_history(run.logs / "history.json")
         return cls(
             loss_history(log),

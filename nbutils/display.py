@@ -276,13 +276,15 @@ class LiveLines(io.TextIOBase):
     """A file for papermill's `stdout_file`: of all a lesson prints, the training's lines appear above the bar."""
 
     rest = ""
+    shown = False  # whether the line before was
 
     def write(self, text: str) -> int:
-        """Pass whole lines on."""
+        """Pass whole lines on, and the indented ones below them."""
         import tqdm
 
         *lines, self.rest = (self.rest + text).split("\n")
         for line in lines:
-            if LIVE_LINE.match(line):
+            self.shown = LIVE_LINE.match(line) is not None or (self.shown and line.startswith("   "))
+            if self.shown:
                 tqdm.tqdm.write(f"  {line}")
         return len(text)

@@ -178,7 +178,7 @@ class Lesson(Machine):
             entry |= result.facts()
         entry |= facts
         top = _chosen(self.resolved) | {  # beside the entries of the lessons
-            "platform": asdict(self.platform),
+            "platform": asdict(self.platform) | {"batch": self.platform.batch},
             "card": asdict(self.gpu) if self.gpu else None,
             "versions": record.versions(),
         }
@@ -344,7 +344,7 @@ def check(values: Facts, types: ParameterTypes) -> Facts:
         raise CourseError(
             seen,
             allowed=allowed,
-            todo=tr("Correct it in the parameters cell, or after -p."),
+            todo=tr("Correct it in the parameters cell, after -p, or after --NAME of a script."),
         ) from problem
 
 
@@ -525,7 +525,6 @@ def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
 def _copy_data(former: Path, data: Path) -> None:
     """Copy the plain files of a data folder, the card last: it says that all the others are there."""
     make_folder(data)
-    card_last = sorted(former.iterdir(), key=lambda file: file.name == "data_card.json")
-    for file in card_last:
+    for file in sorted(former.iterdir(), key=lambda file: file.name == "data_card.json"):  # False comes first
         if file.is_file() and not file.is_symlink():
             shutil.copyfile(file, data / file.name)

@@ -376,7 +376,7 @@ def send(title: str, text: str, kind: str = "info") -> str:
     from apprise import Apprise, NotifyFormat
 
     service = _service()
-    text = mask_secrets(text).encode()[:MOST_BYTES].decode(errors="ignore")
+    text = mask_secrets(text).encode(errors="replace")[:MOST_BYTES].decode(errors="ignore")
     sender = Apprise()
     sender.add(service)
     results: list[Any] = []

@@ -40,6 +40,7 @@ LABELS = {  # of facts whose names say too little
     "adapter_moved": "weight matrices changed, of those that are trained",
     "base_moved": "weight matrices changed, of those that are frozen",
     "weights": "weight matrices of each precision",
+    "trained_tokens": "tokens to learn from, in one epoch",
 }
 Facts = dict[str, Any]
 Count = Annotated[int, Field(ge=0, lt=2**63)]

@@ -42,7 +42,7 @@ def find_training(name: str) -> tuple[Path, Progress]:
     newest = trainings(folders.scratch, keep, run=folder.name or "*")  # copied to the run folder with each checkpoint
     if not newest:
         raise CourseError(
-            tr("No training of {run} has left its progress in {folder}.", run=name or "*", folder=keep),
+            tr("No training has left its progress in {folder}.", folder=keep / name),
             todo=tr("Name a run, set NBUTILS_HOME to the folder of your runs, or start lesson 03."),
         )
     run, progress = max(newest.items(), key=lambda training: (training[1].state == "training", training[1].updated))

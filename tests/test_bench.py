@@ -620,6 +620,13 @@ def test_planted_runs_do_not_steer_the_terminal(home: Path) -> None:
         assert not steers(shown)
 
 
+def test_runs_without_results_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").mkdir()
+    run = compare.load_run(record.RunFolder(tmp_path / "a"))
+    compare.show_runs({"a": run})
+    assert "Nothing to compare" in capsys.readouterr().out
+
+
 def test_what_a_run_lacks_is_a_dash(home: Path) -> None:
     a_run(home, "one", **{"lora.r": 8})
     older = a_run(home, "older")

@@ -45,6 +45,15 @@ def bare() -> Any:
     return tokenizer
 
 
+def test_the_form_is_the_same_where_only_the_models_config_names_the_stop_token(bare: Any) -> None:
+    """As with Gemma and Phi: `<|endoftext|>` is the tokenizer's eos, and the template closes answers otherwise."""
+    tokenizer = with_template(bare, MARKED, eos="<|endoftext|>")
+    rows = [{"messages": [chat.QUESTION, chat.ANSWER] * 2}]
+    filtered = chat.filter_by_length(tokenizer, rows, 0, stop_ids=[tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    assert filtered.renderer.form == "messages"
+    assert chat.training_format(tokenizer, rows) == "messages"
+
+
 @pytest.fixture
 def tokenizer(bare: Any) -> Any:
     return with_template(bare, MARKED)

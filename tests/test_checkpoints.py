@@ -124,7 +124,7 @@ def test_a_disk_that_cannot_be_read_stops_the_run_and_one_error_does_not(keep: P
 
 def test_a_step_without_a_manifest_cannot_be_resumed_and_hides_no_other_training(keep: Path) -> None:
     (keep / "checkpoint-30.json").unlink()
-    with refused("no complete checkpoint of step 30", "10, 20"):
+    with refused("not complete, or not there: 30", "10, 20"):
         checkpoints.newest_verified([keep], FINGERPRINT, step=30)
     assert checkpoints.newest_first([keep])[0].step == 20
     with refused("are of another training"):
@@ -286,7 +286,7 @@ def test_list_verify_and_restore(keep: Path, tmp_path: Path, monkeypatch: pytest
     assert json.loads((target / "state.json").read_text()) == {"step": 20} and len(list(target.parent.iterdir())) == 1
     with refused("exists already"):
         checkpoints.restore(store, target, None)
-    with refused("This run has no complete checkpoint of"):
+    with refused("not complete, or not there: "):
         checkpoints.restore(store, tmp_path / "x", 15)
     assert cli_checkpoints("list", "dmeo")[0] == 1
 

@@ -1698,3 +1698,13 @@ def test_the_name_of_a_file_does_not_steer_the_terminal(tmp_path: Path, capsys: 
         data.prepare(str(tmp_path / f"none{ESCAPES}.jsonl"), tmp_path / "other")
     assert not steers(str(caught.value))
     assert not steers(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("content", ["", "question,answer\n"], ids=["empty", "a header alone"])
+def test_a_check_of_files_without_rows_says_so(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text(content)
+    report = check.check([str(file)])
+    assert report.card.rows == 0
+    assert "There is no row" in str(report)
+    assert "held-out" not in str(report)

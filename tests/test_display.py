@@ -116,6 +116,15 @@ def test_of_all_a_lesson_prints_the_lines_of_a_training_reach_the_terminal(capsy
     assert capsys.readouterr().out.splitlines() == [f"  {line}" for line in passed]
 
 
+def test_the_indented_lines_of_a_warning_reach_the_terminal_with_it(capsys: Any) -> None:
+    lines = display.LiveLines()
+    lines.write(
+        "[WARN] model hub   does not answer. To do: check\n                   the network\n  {}\n   of a table\n"
+    )
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.strip() for line in shown] == ["[WARN] model hub   does not answer. To do: check", "the network"]
+
+
 @pytest.mark.parametrize("watched", [True, False])
 def test_bars_of_libraries_are_calm_where_no_one_watches(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, watched: bool

@@ -506,10 +506,12 @@ def test_requests_to_this_machine_and_to_what_is_near_go_past_the_proxies(
 
 
 def test_the_first_free_public_port_of_autodl_is_taken_and_told(tmp_path: Path, monkeypatch: Patch) -> None:
-    assert serving.server.PUBLIC_PORTS == {"autodl": (6006, 6008)} and serving.preferred_port(LOCAL) == 0
+    autodl = AUTODL.entry
+    assert autodl.ports == [6006, 6008]
+    assert serving.preferred_port(LOCAL) == 0
     with socket.create_server(("127.0.0.1", 0)) as busy, socket.create_server(("127.0.0.1", 0)) as other:
-        ports = busy.getsockname()[1], other.getsockname()[1]
-        monkeypatch.setitem(serving.server.PUBLIC_PORTS, "autodl", ports)
+        ports = [busy.getsockname()[1], other.getsockname()[1]]
+        monkeypatch.setitem(platforms.table(), "autodl", autodl.model_copy(update={"ports": ports}))
         assert serving.preferred_port(AUTODL) == 0, "both are busy: any free one"
         other.close()
         assert serving.preferred_port(AUTODL) == ports[1]

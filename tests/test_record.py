@@ -67,8 +67,8 @@ def test_the_report_is_for_people(tmp_path: Path) -> None:
     assert text.splitlines() == [
         "| exact match | base 0, merged 0.95 |", "| evaluation | verdict: helped; a \\| b: 1 |",
         "| limits | memory GiB 1.2345 |", "| exports | w4 same |", "| fits | yes |",
-        "| weight matrices changed, of those that are trained | 84 |", "| trained tokens | 261,070 |",
-        "| tokens per second | 16,929.5 |",
+        "| weight matrices changed, of those that are trained | 84 |",
+        "| tokens to learn from, in one epoch | 261,070 |", "| tokens per second | 16,929.5 |",
     ]  # fmt: skip
 
 

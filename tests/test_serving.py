@@ -211,7 +211,8 @@ def test_transformers_has_no_key_and_is_never_public(monkeypatch: Patch) -> None
 
     free_port = serving.server.free_port(0)
     monkeypatch.setattr(platforms, "detect", lambda: platforms.Platform("autodl", "a test"))
-    monkeypatch.setitem(serving.server.PUBLIC_PORTS, "autodl", (free_port,))
+    autodl = platforms.table()["autodl"].model_copy(update={"ports": [free_port]})
+    monkeypatch.setitem(platforms.table(), "autodl", autodl)
     with refused("`transformers serve` checks no API key, and others could"):
         Server("m", plain, port=free_port)
     assert serving.preferred_port(platforms.detect(), engine="transformers") == 0

@@ -62,7 +62,7 @@ def test_the_one_that_trains_is_watched_else_the_newest_and_the_newer_copy_count
     endless = (home / "new/logs/progress.json").read_text().replace('"left": 1.0', '"left": 1e999')
     for damaged in (endless, "{"):
         (home / "new/logs/progress.json").write_text(damaged)
-        with refused("training of new has left"):
+        with refused("training has left its progress in", "new"):
             watch.find_training("new")
 
 

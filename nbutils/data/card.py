@@ -94,7 +94,7 @@ class DataCard(BaseModel):
         ]
         if self.lengths:
             lines.append([tr("lengths"), counts_text(self.lengths.items())])
-        return "\n".join([display.columns_of(lines), *display.wrap(evidence.remark(self.eval))])
+        return f"{display.columns_of(lines)}\n{evidence.remark(self.eval)}".strip()
 
     def facts(self) -> Json:
         """What goes into the facts.json of a lesson."""

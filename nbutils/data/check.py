@@ -111,6 +111,8 @@ def _token_lengths(folder: Path, tokenizer: Any, max_length: int) -> dict[str, i
 
 
 def _next_steps(card: DataCard, mean_length: float, estimated: bool) -> list[str]:
+    if not card.rows:
+        return [tr("[FAIL] There is no row in these files.")]
     if not card.train:
         return []
     command = plan.command(card.train, mean_length)

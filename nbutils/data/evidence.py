@@ -16,8 +16,8 @@ FEW_ROWS = 20  # below: a warning, as intervals are rough
 
 
 def remark(rows: int) -> str:
-    """What so few held-out rows can prove, and what to do; nothing where they are enough."""
-    if rows >= FEW_ROWS:
+    """What so few held-out rows can prove, and what to do; nothing where they are enough, or none are left."""
+    if not 0 < rows < FEW_ROWS:
         return ""
     return tr(
         "[WARN] held-out rows: {rows}. {turned} answers have to turn right, and none wrong, before luck is ruled out "

@@ -8,7 +8,10 @@ import re
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import yaml
 
 from nbutils.language import tr
 from nbutils.masking import KEY
@@ -19,35 +22,7 @@ Kind = Literal[  # of a problem or a warning
     "near_leak", "no_assistant", "phone", "role_order", "template_marker", "unknown_columns", "unknown_role",
     "unsupported_field", "wrong_type",
 ]  # fmt: skip
-NAME_COLUMNS = 'name the columns: COLUMNS = "user=first+second, assistant=third" in lesson 02, or --columns "..."'
-TODOS: dict[Kind, str] = {  # for rows that are rejected
-    "ambiguous_columns": NAME_COLUMNS,
-    "control_character": "remove the invisible character",
-    "damaged_file": "copy or download the file again",
-    "duplicate": "nothing: one copy is kept",
-    "empty": "write the text, or remove the row",
-    "encoding": "not UTF-8 and not GBK: save the file again as UTF-8",
-    "leak": "train on questions eval does not ask",
-    "long_line": "split it; rows of an array: write one on each line",
-    "malformed_csv": (
-        'as many values as the header has names; quote values that hold a comma or a line break ("" for a quote)'
-    ),
-    "malformed_json": "one row on each line, or an array of rows: fix it, or write it with json.dumps",
-    "missing_field": f"add it, or {NAME_COLUMNS}",
-    "mojibake": "text was read in the wrong encoding: save the source again as UTF-8",
-    "near_duplicate": "nothing: one copy is kept",
-    "near_leak": "train on questions eval does not ask",
-    "no_assistant": "add the answer to learn",
-    "role_order": (
-        "system first if at all, then user and assistant in turn; tool turns only after an assistant that calls tools"
-    ),
-    "template_marker": "remove it: the chat template adds these markers itself",
-    "unknown_columns": NAME_COLUMNS,
-    "unknown_role": "use one of: system, user, assistant, tool (or human, gpt); calls and tools as OpenAI writes them",
-    "unsupported_field": "this course trains plain text: leave it empty; write earlier turns as messages",
-    "wrong_type": 'texts stand in quotes, a row is {"messages": [{"role": "user", "content": "..."}, ...]}',
-}
-
+TODOS: dict[Kind, str] = yaml.safe_load(Path(__file__).with_name("todos.yaml").read_text(encoding="utf-8"))
 GBK = "GB18030"
 _PAIR = re.compile(rb"[\x81-\xfe][\x40-\xfe]")
 _COMMON_PAIR = re.compile(rb"[\xa1-\xa3\xb0-\xd7][\xa1-\xfe]")  # punctuation and the 3,755 most frequent characters

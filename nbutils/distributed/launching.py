@@ -19,8 +19,10 @@ from nbutils.language import tr
 from nbutils.masking import mask_secrets
 from nbutils.processes import first_signals
 
-PROGRESS = rf"{LIVE_LINE.pattern}|\[FAIL\]|continuing |starting at|checkpoint \d+ |safe: |Lesson \d"
-PROGRESS += r"|从第 \d+ 步|已安全保存|没有要训练的了|第 \d+ 课"  # the same in Chinese
+PROGRESS = (
+    rf"{LIVE_LINE.pattern}|\[FAIL\]|continuing |starting at|checkpoint \d+ |safe: |Lesson \d"
+    r"|从第 \d+ 步|已安全保存|没有要训练的了|第 \d+ 课"  # the same in Chinese
+)
 TORCHRUN_REPORT = r".*elastic/multiprocessing/api\.py:\d+\] failed"  # what follows is about torchrun itself
 
 

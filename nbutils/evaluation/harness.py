@@ -39,11 +39,7 @@ def run_tasks(words: Sequence[str], model: Path | str, file: Path) -> Metrics:
         print(run_tasks(words, folder, run / "evaluation/lm_eval/base.json"))
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    decided_by = {
-        "words": words,
-        "model": stamp(Path(model)),
-    }
-    metrics: Metrics = stored_once(file, decided_by, lambda: _measure(words))
+    metrics: Metrics = stored_once(file, {"words": words, "model": stamp(Path(model))}, lambda: _measure(words))
     return metrics
 
 

@@ -49,6 +49,7 @@ class Entry(Strict):
     hours: float = 0.0
     limits: str = ""
     currency: Literal["", "$", "¥", "¥$"] = "$"
+    ports: list[int] = Field([])
     cache: Literal["", "work", "scratch"] = ""
     china: bool = False
     gpu_todo: str = "start a machine with a GPU"

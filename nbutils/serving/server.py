@@ -27,7 +27,6 @@ from nbutils.serving import engine as engines
 if TYPE_CHECKING:
     from openai import OpenAI
 
-PUBLIC_PORTS = {"autodl": (6006, 6008)}  # the only ports that this platform forwards from outside
 KEY_VARIABLE = "VLLM_API_KEY"
 NO_KEY = "none-is-checked"  # an OpenAI client must have one
 TRANSFORMERS_FLAGS = ("dtype", "device", "continuous-batching")
@@ -47,7 +46,7 @@ def preferred_port(platform: platforms.Platform, engine: str = "vllm") -> int:
     """
     if engine == "transformers":
         return 0
-    for port in PUBLIC_PORTS.get(platform.name, ()):
+    for port in platform.entry.ports:
         with suppress(CourseError):
             return free_port(port)
     return 0
@@ -58,7 +57,7 @@ def public_address(platform: platforms.Platform, port: int) -> str:
 
     Example: print(public_address(lesson.platform, server.port))
     """
-    if port not in PUBLIC_PORTS.get(platform.name, ()):
+    if port not in platform.entry.ports:
         return tr("Port {port} is for programs on this machine.", port=port)
     address = os.environ.get(f"AutoDLService{port}URL") or tr("<AutoDL's address of port {port}>", port=port)
     return tr(
@@ -123,7 +122,7 @@ class Server:
         """`transformers serve` checks no key, so it may not be public, and it knows few of the flags."""
         self.api_key = None
         self.flags = {name: self.flags[name] for name in TRANSFORMERS_FLAGS if name in self.flags}
-        if self.port in PUBLIC_PORTS.get(platforms.detect().name, ()):
+        if self.port in platforms.detect().entry.ports:
             raise CourseError(
                 tr("`transformers serve` checks no API key, and others could reach it on port {port}.", port=self.port),
                 todo=tr("Set PORT to 0."),
