@@ -917,7 +917,7 @@ def result_of(trainer: Any, callback: Any, seconds: float = 1.0, first_step: int
     """The result of a training whose last session began at this step and took so long."""
     callback.session_seconds = seconds
     callback.first_step = first_step
-    return run.TrainingResult(trainer, callback, kept_step=0, changed=(2, 0), peak_gib=1.0, checksums={}, weights={})
+    return run.TrainingResult(trainer, callback, kept_step=0, changed=(2, 0), peak_gib=1.0, checksums={}, gathered={})
 
 
 @pytest.mark.parametrize(
