@@ -40,7 +40,7 @@ CLASSES = {  # whose keyword arguments a block holds: any of them may be added t
     "lora": "peft.LoraConfig", "quantization": "transformers.BitsAndBytesConfig", "sft": "trl.SFTConfig",
     "vllm": "vllm serve",
 }  # fmt: skip
-ARGUMENTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("arguments.yaml").read_text(encoding="utf-8"))
+ARGUMENTS: dict[str, Any] = files.read_yaml(Path(__file__).with_name("arguments.yaml"))
 SET_ELSEWHERE = {name: decider for decider, names in ARGUMENTS["decided_by"].items() for name in names}
 UNMERGEABLE: list[str] = ARGUMENTS["unmergeable"]
 BASE_KEEPING_INITS: list[str] = ARGUMENTS["base_keeping_inits"]

@@ -15,10 +15,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import IO
 
-import yaml
-
 from nbutils import display, record, watch
 from nbutils.errors import CourseError
+from nbutils.files import read_yaml
 from nbutils.language import tr
 from nbutils.record import CheckedRows, Evaluation, RunFolder, TrainingFacts
 from nbutils.tracking import Curve, best_of, loss_history, read_history, validation_history
@@ -45,8 +44,7 @@ class Finding:
 @cache
 def symptoms() -> dict[str, dict[str, Entry]]:
     """The table: `messages` and `runs`, by name."""
-    table = Path(__file__).with_name("symptoms.yaml")
-    return dict(yaml.safe_load(table.read_text(encoding="utf-8")))
+    return dict(read_yaml(Path(__file__).with_name("symptoms.yaml")))
 
 
 def read_log(file: IO[bytes]) -> str:

@@ -120,7 +120,7 @@ def _values(platform: Platform, folders: Folders) -> Facts:
         places[name] = str(folder)
         room[name] = {"free_gib": round(disk.free_gib(folder), 2), "free_inodes": disk.free_inodes(folder)}
     return {
-        "platform": asdict(platform) | {"batch": platform.batch},
+        "platform": platform.as_dict(),
         "card": asdict(gpu) if gpu else None,
         "keep_lasts": folders.lasting,
         "precision": hardware.dtype(gpu).value,

@@ -80,6 +80,13 @@ def read_json(path: Path) -> Any:
         raise ValueError(tr("it is nested too deeply")) from problem
 
 
+def read_yaml(path: Path) -> Any:
+    """A table of the course's own; what a learner writes is read by `config`."""
+    import yaml
+
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; an empty one if the file is missing or damaged."""
     try:

@@ -178,7 +178,7 @@ class Lesson(Machine):
             entry |= result.facts()
         entry |= facts
         top = _chosen(self.resolved) | {  # beside the entries of the lessons
-            "platform": asdict(self.platform) | {"batch": self.platform.batch},
+            "platform": self.platform.as_dict(),
             "card": asdict(self.gpu) if self.gpu else None,
             "versions": record.versions(),
         }

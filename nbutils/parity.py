@@ -41,7 +41,7 @@ NAMES = {  # of the forms of a model
     "vllm": "merged, in vLLM",
 }
 CHANGED = "what the tuning changed"
-PRICE = "a price"  # what 4 bits or an export cost in accuracy: reported, never a failure
+PRICE = "what 4 bits cost"  # in accuracy: reported, never a failure
 SAME = "the same model"
 FAILS = "FAILS"
 

@@ -188,7 +188,7 @@ print("merged ", from_merged)
 # first line is there for comparison: how far the tuning has moved the model.
 #
 # QLoRA trained the adapter on the 4-bit base, and the merged model is unquantized. That step changes the predictions too, usually a
-# little: the line *a price*. To avoid it, set `MERGE_ONTO = "dequantized"`; the base then stays as coarse as it was in training. The lesson
+# little: the line *what 4 bits cost*. To avoid it, set `MERGE_ONTO = "dequantized"`; the base then stays as coarse as it was in training. The lesson
 # stops here if the merged model is not the adapter's. Where the unquantized model does not fit into memory, the weights alone are the proof.
 
 # %%

@@ -234,7 +234,7 @@ BASE = None  # in place of a shift: a form that predicts as the base does
     ("full", {"full": 0.0, "merged": 0.0, "vllm": 0.5, "again": 0.02}, False),  # another model is served
     ("full", {"full": 0.0, "merged": 0.0, "vllm": 0.5, "again": 0.4}, True),  # a coarse precision: this is rounding
     ("full", {"full": 0.0, "merged": 0.0, "vllm": BASE}, False),  # the base is served
-    ("full", {"full": 0.0, "merged": 0.0, "4bit": 2.0}, True),  # a price never fails
+    ("full", {"full": 0.0, "merged": 0.0, "4bit": 2.0}, True),  # what 4 bits cost never fails
     ("full", {"4bit": 0.0, "merged": 0.0}, False),  # nothing that must be the same was compared
 ])  # fmt: skip
 def test_what_holds(

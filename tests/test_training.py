@@ -734,7 +734,7 @@ def train_until_end(session: Session, monkeypatch: Any) -> tuple[float, str]:
     reason = ""
     while not reason and clock.seconds < 100 * 3600:
         clock.seconds += session.step_seconds
-        reason = budget.reason_to_end(session.sync_seconds)
+        reason = budget.step_ended(session.sync_seconds)
     return clock.seconds / 3600, reason
 
 
@@ -1249,14 +1249,14 @@ def states(lesson: Any) -> set[str]:
 
 def interrupt_at(callback: Any, step: int) -> None:
     """Press Ctrl-C during this step."""
-    reason_to_end = callback.budget.reason_to_end
+    step_ended = callback.budget.step_ended
 
     def press_stop(sync_seconds: float) -> Any:
         if callback.trainer.state.global_step == step:
             signal.raise_signal(signal.SIGINT)
-        return reason_to_end(sync_seconds)
+        return step_ended(sync_seconds)
 
-    callback.budget.reason_to_end = press_stop
+    callback.budget.step_ended = press_stop
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored here
     try:
         with refused(f"at step {step} of "):

@@ -87,8 +87,8 @@ def find_sources(sources: Sequence[str], eval_source: str) -> tuple[list[Path], 
     """Training files and held-out files: `eval_source`, or else what is called `eval`, `test`, `valid` or the like."""
     if not any(sources):
         return [SAMPLES / TRAIN], find_files(eval_source or str(SAMPLES / EVAL))
-    found = chain.from_iterable(map(find_files, sources))
-    files = list(dict.fromkeys(found))  # each once
+    named = chain.from_iterable(map(find_files, sources))
+    files = list(dict.fromkeys(named))  # each once
     if eval_source:
         return files, find_files(eval_source)
     common = os.path.commonpath(
@@ -201,9 +201,8 @@ class Build:
         if row.tools:
             stored["tools"] = row.tools
         digest, question = digests(row, numerals=bool(self.eval_files))
-        if (
-            not self.eval_files
-        ):  # digests are evenly spread, and a question always has the same one: so it keeps its side
+        if not self.eval_files:
+            # digests are evenly spread, and a question always has the same one: so it keeps its side
             side = "eval" if question / 2**64 < self.card.eval_fraction else "train"
         if side == "train" and question in self.eval_questions:
             self._reject_copy(self.file, row.line, stored, "leak", self.eval_questions[question])

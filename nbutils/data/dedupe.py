@@ -135,8 +135,8 @@ def _numbers_and_symbols(codes: np.ndarray) -> list[str]:
     exact = _exact_table().take(codes)
     kept = np.where(exact, codes, ord(" "))
     texts = _decoded(kept).split(SEPARATOR)
-    found = [text.split() for text in texts]
-    return [" ".join(words) for words in found]
+    words = [text.split() for text in texts]
+    return [" ".join(of_text) for of_text in words]
 
 
 def _trigrams(codes: np.ndarray) -> np.ndarray:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
-import yaml
 from pydantic import AliasChoices, BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 from typing_extensions import NotRequired, TypedDict
@@ -23,10 +22,11 @@ from nbutils.data.texts import (
     short,
 )
 from nbutils.errors import CourseError
+from nbutils.files import read_yaml
 from nbutils.language import tr
 
 PARTS = {"user", "assistant", "system", "reasoning", "messages", "tools"}
-TABLE = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
+TABLE = read_yaml(Path(__file__).with_name("shapes.yaml"))
 WIDE_SIGNS = str.maketrans("，；＝＋\n;", ",,=+,,")
 ROLES = {name: role for role, names in TABLE["roles"].items() for name in names}
 EXTRAS = {"assistant": ("tool_calls",), "tool": ("name", "tool_call_id")}  # what chat templates read beside the text

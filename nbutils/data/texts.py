@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import yaml
-
+from nbutils.files import read_yaml
 from nbutils.language import tr
 from nbutils.masking import KEY
 
@@ -22,7 +21,7 @@ Kind = Literal[  # of a problem or a warning
     "near_leak", "no_assistant", "phone", "role_order", "template_marker", "unknown_columns", "unknown_role",
     "unsupported_field", "wrong_type",
 ]  # fmt: skip
-TODOS: dict[Kind, str] = yaml.safe_load(Path(__file__).with_name("todos.yaml").read_text(encoding="utf-8"))
+TODOS: dict[Kind, str] = read_yaml(Path(__file__).with_name("todos.yaml"))
 GBK = "GB18030"
 _PAIR = re.compile(rb"[\x81-\xfe][\x40-\xfe]")
 _COMMON_PAIR = re.compile(rb"[\xa1-\xa3\xb0-\xd7][\xa1-\xfe]")  # punctuation and the 3,755 most frequent characters

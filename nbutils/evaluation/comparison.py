@@ -13,8 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from nbutils import data, display, files, record
 from nbutils.chat import may_skip_thinking
 from nbutils.config import Profile
@@ -44,7 +42,7 @@ class ScoreDisplay(NamedTuple):
     description: str  # what it is, in a few words
 
 
-TEXTS = yaml.safe_load(Path(__file__).with_name("texts.yaml").read_text(encoding="utf-8"))
+TEXTS = files.read_yaml(Path(__file__).with_name("texts.yaml"))
 SHOWN_SCORES = {score: ScoreDisplay(*texts) for score, texts in TEXTS["scores"].items()}
 
 

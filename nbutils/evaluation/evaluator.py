@@ -23,6 +23,7 @@ from nbutils.evaluation.inference import Answer, Message, Row, RowLoss, Tokens
 from nbutils.evaluation.scores import Difference, Estimate
 from nbutils.files import SAMPLES, read_json, write_json, write_text
 from nbutils.language import tr
+from nbutils.record import Facts
 
 FOLDER = "evaluation"  # below the run
 LEAST_TOKENS = 32  # of an answer
@@ -31,7 +32,6 @@ THINKING_MODES = {None: "the template's default", False: "off (enable_thinking=F
 SHARES = ("exact_match", "stopped")  # scores that are 0 or 1 for each row
 Ask = Callable[[dict[int, Tokens]], Iterable[tuple[int, Answer]]]
 Table = list[dict[str, str]]  # for display
-Facts = dict[str, Any]  # for JSON
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pydantic.dataclasses
-import yaml
 
 from nbutils import disk, display, environments, files, hardware, parity, processes
 from nbutils.data import stored_rows
@@ -76,7 +75,7 @@ class Format:
         return bits / 8
 
 
-TABLE = yaml.safe_load(Path(__file__).with_name("formats.yaml").read_text(encoding="utf-8"))
+TABLE = files.read_yaml(Path(__file__).with_name("formats.yaml"))
 FORMATS = {name: Format(name, **fields) for name, fields in TABLE.items()}
 
 

@@ -19,9 +19,9 @@ from nbutils.plan import gpus as gpu_table
 from nbutils.plan.forecast import RECOMPUTE_MODES, Forecast, assumed_rows, known_shape, of_profile
 from nbutils.plan.gpus import GPUSpec
 from nbutils.plan.recipe import Choices, apply
+from nbutils.record import Facts
 
 RENTED = "RTX 4090"  # the usual rented GPU
-Facts = dict[str, Any]  # of a forecast, for a table or a program
 OPTIONS = {  # of the command line, which are values of a profile
     "method": "method",
     "rank": "lora.r",

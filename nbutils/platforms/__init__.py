@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -74,6 +74,10 @@ class Platform:
     def entry(self) -> Entry:
         """What is known about it."""
         return table()[self.name]
+
+    def as_dict(self) -> dict[str, object]:
+        """For facts.json and other programs."""
+        return asdict(self) | {"batch": self.batch}
 
     @property
     def batch(self) -> bool:

@@ -16,7 +16,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml
 from packaging.specifiers import SpecifierSet
 
 from nbutils import environments, files, hardware, merging, platforms
@@ -25,7 +24,7 @@ from nbutils.language import joined, tr
 
 PREFIX = "NBUTILS_SERVE"  # NBUTILS_SERVE_PYTHON, NBUTILS_SERVE_ENV
 IMPORTS = "torch, transformers, vllm"
-TABLE: dict[str, Any] = yaml.safe_load((files.CONFIGS / "serving.yaml").read_text(encoding="utf-8"))
+TABLE: dict[str, Any] = files.read_yaml(files.CONFIGS / "serving.yaml")
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 Entry = dict[str, Any]  # of configs/serving.yaml

@@ -82,7 +82,7 @@ class TimeBudget:
         self.ended_by = signal.Signals(number)
         print(tr("\n{signal}: the training ends after this step, and is saved.", signal=self.ended_by.name), flush=True)
 
-    def reason_to_end(self, sync_seconds: float) -> str:
+    def step_ended(self, sync_seconds: float) -> str:
         """Note that a step has ended; why the training must end now, empty if it may go on.
 
         `sync_seconds`: what copying the last checkpoint took, 0 if none was copied yet.
@@ -192,7 +192,7 @@ class CourseCallback(TrainerCallback):
 
     def end_in_time(self, state: Any, control: Any) -> None:
         """Save and end after this step if the time is up, or if any process was asked to end."""
-        reason = self.budget.reason_to_end(self.sync.seconds if self.sync else 0.0)
+        reason = self.budget.step_ended(self.sync.seconds if self.sync else 0.0)
         # `anyone` waits for all processes, and should_training_stop is the same in each
         if control.should_training_stop or not distributed.anyone(bool(reason)):
             return
