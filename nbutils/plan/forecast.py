@@ -129,7 +129,7 @@ class Forecast(Estimate):
     @property
     def disk_gib(self) -> dict[str, float]:
         """What goes to the disk, by purpose."""
-        weights = self.shape.params * 2 / GIB
+        weights = self.shape.stored_params * 2 / GIB
         trained = self.shape.adapter_params(self.recipe.r) / GIB
         checkpoint = trained * (ADAPTER + self.recipe.moment_bytes)
         return {

@@ -228,7 +228,7 @@ def _backward(shape: Shape, recipe: Recipe) -> float:
     width = shape.hidden + mlp * shape.intermediate
     size = recipe.tokens * width
     if recipe.method == "qlora":
-        size += max(inner * outer for inner, outer in shape.linears)
+        size += shape.largest_linear
     return size * recipe.number_bytes
 
 

@@ -85,14 +85,14 @@ def _flops_per_token(shape: Shape, recipe: Recipe) -> float:
     if recipe.attn_implementation == "sdpa":
         seen = recipe.tokens
     attention = 4 * seen * shape.heads * shape.head_dim
-    attention *= shape.layers * (passes + 1)
+    attention *= shape.softmax_layers * (passes + 1)
     return linears + head + attention
 
 
 def _moved_bytes(shape: Shape, recipe: Recipe) -> float:
     """Of a micro-step: weights brought to 16 bits, and work element by element."""
-    width = sum(inner + outer for inner, outer in shape.linears)
-    numbers = recipe.tokens * shape.layers * width
+    width = shape.adapter_params(1)  # inputs and outputs of all linear maps
+    numbers = recipe.tokens * width
     moved: float = numbers * recipe.number_bytes
     moved *= ELEMENTWISE if recipe.uses_liger else PLAIN
     if recipe.method == "qlora":

@@ -32,12 +32,14 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from nbutils import distributed, hardware, merging
 from nbutils.errors import CourseError
 from nbutils.language import tr
-from nbutils.training import sharding
+from nbutils.training import hybrid, sharding
 
 VARLEN = "varlen"  # attention for packed rows without a mask
-KNOWN_MLPS = ("Qwen2MLP", "Qwen3MLP", "LlamaMLP", "MistralMLP")  # exactly down(silu(gate(x)) * up(x))
+KNOWN_MLPS = ("Qwen2MLP", "Qwen3MLP", "Qwen3_5MLP", "LlamaMLP", "MistralMLP")  # exactly down(silu(gate(x)) * up(x))
 # Layers that end with `residual + mlp(...)`: recomputing them does not need the last product.
-ENDS_WITH_MLP = ("Qwen2DecoderLayer", "Qwen3DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer")
+ENDS_WITH_MLP = (
+    "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3_5DecoderLayer", "LlamaDecoderLayer", "MistralDecoderLayer",
+)  # fmt: skip
 Checksums = dict[str, tuple[bool, int]]  # by name: whether a weight is trained, and its checksum
 Batch = dict[str, Any]
 Collator = Callable[..., Batch]
@@ -203,6 +205,7 @@ def patch_lora_kernels(trainer: Any) -> int:
 def patch_model(model: nn.Module, fused: bool) -> int:
     """Give every plain LoRA layer, and every known MLP, its fused forward; how many LoRA layers have one."""
     hardware.keep_4bit_layout(model)
+    hybrid.adapt_layers(model, _replace_forward)
     if fused:
         from transformers.integrations.liger import apply_liger_kernel
 
