@@ -160,6 +160,7 @@ class Shape(Strict):
         params = self.linear_params + self.hidden * (embeddings + norms)
         if self.linear_attention:
             params += self.linear_attention.layers * self.linear_attention.other_params
+            params += self.softmax_layers * 2 * self.head_dim  # norms of queries and keys
         return params
 
     @property
