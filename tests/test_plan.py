@@ -324,7 +324,6 @@ def test_what_a_checkpoint_has_beside_the_text_model_is_counted(name: str) -> No
         {"hidden_size": None},
         {"num_hidden_layers": 10**300},
         {"vocab_size": "many"},
-        {"num_experts": 64},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -332,6 +331,34 @@ def test_a_config_without_sizes_or_of_another_architecture_is_refused(tmp_path: 
     folder = model_folder(tmp_path / "mine", **changes)
     with refused("The shape of"):
         find_shape(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_experts": 64},
+        {"text_config": {"num_experts": 64, "hidden_size": 2048, "num_hidden_layers": 40}},
+        {"quantization_config": {"quant_method": "fp8"}},
+    ],
+    ids=["experts", "experts that see", "fp8"],
+)
+def test_a_config_of_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, changes: dict) -> None:
+    with refused("cannot be trained by this course", "Set MODEL to "):
+        find_shape(model_folder(tmp_path / "mine", **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("Qwen3.5-35B-A3B", "Qwen3.5-27B"),
+        ("unsloth/gpt-oss-20b", "Qwen3-14B"),
+        ("Qwen/Qwen3.5-9B-FP8", "Qwen3.5-9B"),
+        ("someone/anything-GPTQ-Int4", "the one without"),
+    ],
+)
+def test_the_plan_names_the_nearest_model_to_one_that_cannot_be_trained(name: str, instead: str) -> None:
+    with refused("cannot be trained by this course", f"Set MODEL to {instead}"):
+        plan.answer(gpu="H200", model=name)
 
 
 def test_a_damaged_config_is_refused(tmp_path: Path) -> None:
