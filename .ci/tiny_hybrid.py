@@ -58,10 +58,10 @@ TEXT: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,  # as Qwen3.5's; with 64 some versions of Triton compile a wrong kernel for Hopper
+    "linear_value_head_dim": 128,
     "max_position_embeddings": 1024,
     "rope_parameters": {
         "rope_type": "default",
