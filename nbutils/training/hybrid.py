@@ -190,7 +190,7 @@ def _checked_kernels(layer: Any, how: Choice) -> Choice:
         with torch.autocast(weight.device.type, dtype=weight.dtype):
             out = forward(layer, states, cu_seq_lens_q=edges)
         gradients = torch.autograd.grad(out.float().square().sum(), [states, *parameters], allow_unused=True)
-        return [out, *(gradient for gradient in gradients if gradient is not None)]
+        return [out.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
     layer.stock_forward = layer.forward
     try:
