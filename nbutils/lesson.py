@@ -27,6 +27,7 @@ from nbutils.config import Overrides, flat, settings_in, settings_text
 from nbutils.errors import CourseError, Unfinished
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
 from nbutils.hardware import GPU
+from nbutils.plan.forecast import known_shape
 from nbutils.language import language, print_whatever, tr
 from nbutils.platforms import Folders, Platform
 from nbutils.profiles import Resolved
@@ -257,12 +258,27 @@ def begin(stem: str, namespace: Facts) -> Lesson:
             display.pyplot()  # the figures that a lesson draws by itself are in Chinese too
         machine = find_machine(parameters, test_gpu=stem not in GPU_UNTESTED)
         run, resolved = open_run(parameters, machine)
+        install_for(resolved)
         work.set_lesson(stem, run)
     lesson = Lesson(
         **vars(machine), stem=stem, parameters=values, resolved=resolved, run=run, started=started, work=work
     )
     _introduce(lesson)
     return lesson
+
+
+def install_for(resolved: Resolved) -> None:
+    """Install what a hybrid model needs beyond the others; without its kernels it is trained all the same."""
+    shape = known_shape(resolved.model)
+    if shape is None or shape.linear_attention is None:
+        return
+    install.ensure("hybrid")
+    gpu = resolved.gpu
+    if gpu and gpu.capability >= hardware.BF16_FROM:
+        try:
+            install.ensure("kernels")
+        except CourseError as problem:
+            print(f"[WARN] {problem}")
 
 
 def _prepare_process(stem: str) -> None:

@@ -98,7 +98,7 @@ class LinearAttention(Strict):
 
 
 class Shape(Strict):
-    """A dense decoder: attention and an MLP of gate, up, down in every layer; a hybrid one has attention of two kinds."""
+    """A dense decoder: attention, and an MLP of gate, up, down, in every layer; in a hybrid one it is of two kinds."""
 
     name: str = ""
     layers: Size

@@ -172,7 +172,7 @@ def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
     as_written = resolved.as_written
     shape = known_shape(as_written.model)
     decided = choose(as_written, rows, shape, distributed.world_size(), resolved.begun)
-    decided |= _by_machine(as_written, resolved.gpu)
+    decided |= _by_machine(as_written, resolved.gpu, shape)
     decided |= _by_plan(apply(as_written, decided), as_written, shape, resolved.gpu, rows)
     profile = apply(as_written, decided)
     choices = dict(resolved.choices)
@@ -187,11 +187,14 @@ def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
     )
 
 
-def _by_machine(as_written: Profile, gpu: GPU | None) -> Choices:
+def _by_machine(as_written: Profile, gpu: GPU | None, shape: Shape | None) -> Choices:
     """What the GPU, or its absence, decides."""
+    dtype = hardware.dtype(gpu)
+    if dtype.value == "float16" and shape and shape.linear_attention:
+        dtype = Choice("float32", tr("the gradients of Gated DeltaNet layers overflow in float16, all this GPU has"))
     exact = as_written.from_pretrained.dtype == "float32"  # FlashAttention needs 16 bits
     by_gpu = {
-        "from_pretrained.dtype": hardware.dtype(gpu),
+        "from_pretrained.dtype": dtype,
         "from_pretrained.attn_implementation": hardware.attention(None if exact else gpu),
         "sft.use_liger_kernel": hardware.liger(gpu),
     }
