@@ -27,8 +27,8 @@ from nbutils.config import Overrides, flat, settings_in, settings_text
 from nbutils.errors import CourseError, Unfinished
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
 from nbutils.hardware import GPU
-from nbutils.plan.forecast import known_shape
 from nbutils.language import language, print_whatever, tr
+from nbutils.plan.forecast import known_shape
 from nbutils.platforms import Folders, Platform
 from nbutils.profiles import Resolved
 from nbutils.record import Facts, RunFacts, RunFolder

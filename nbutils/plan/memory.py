@@ -197,7 +197,7 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
     layer_input = tokens * shape.hidden * number_bytes
     layers = _layers(shape, recipe)
     backward = max(layer.backward for layer in layers)
-    kept = sum(layer.count * layer.saved for layer in layers)
+    kept = sum(layer.number * layer.saved for layer in layers)
     if recipe.gradient_checkpointing:
         backward = max(layer.backward + layer.saved for layer in layers) - layer_input  # computed again
         kept = shape.layers * layer_input
@@ -220,7 +220,7 @@ def loss_bytes(shape: Shape, tokens: int, number_bytes: int) -> float:
 class Layers(NamedTuple):
     """The layers of one kind: how many, and the bytes of one for its backward pass and while that is computed."""
 
-    count: int
+    number: int
     saved: float
     backward: float
 
@@ -230,7 +230,7 @@ def _layers(shape: Shape, recipe: Recipe) -> list[Layers]:
     mlp = shape.intermediate * (SAVED_MLP if recipe.fuses_lora else PLAIN_MLP)
     shared = shape.hidden * (SAVED_HIDDEN if recipe.uses_liger else PLAIN_HIDDEN) + mlp + recipe.r * ADAPTERS
     thinned = 2 if recipe.lora_dropout else 1  # with dropout also the thinned activation
-    gradients = shape.hidden + thinned * shape.intermediate
+    gradients: float = shape.hidden + thinned * shape.intermediate
     softmax = shared + _softmax_numbers(shape)
     layers = [_layer(shape, recipe, shape.softmax_layers, shape.softmax_linears, softmax, gradients)]
     if delta := shape.linear_attention:
@@ -250,7 +250,7 @@ def _softmax_numbers(shape: Shape) -> float:
     return shape.head_dim * SAVED_HEADS * (shape.heads + shape.kv_heads)
 
 
-def _layer(shape: Shape, recipe: Recipe, count: int, attention: Linears, saved: float, gradients: float) -> Layers:
+def _layer(shape: Shape, recipe: Recipe, number: int, attention: Linears, saved: float, gradients: float) -> Layers:
     """Layers of which each token keeps so many numbers, and needs so many more in the backward pass."""
     token = saved * recipe.number_bytes
     if recipe.lora_dropout:
@@ -258,7 +258,7 @@ def _layer(shape: Shape, recipe: Recipe, count: int, attention: Linears, saved: 
     backward = recipe.tokens * gradients
     if recipe.method == "qlora":
         backward += shape.largest_linear  # in 16 bits
-    return Layers(count, recipe.tokens * token, backward * recipe.number_bytes)
+    return Layers(number, recipe.tokens * token, backward * recipe.number_bytes)
 
 
 def peak_gib(shape: Shape, recipe: Recipe) -> float:

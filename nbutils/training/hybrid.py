@@ -55,7 +55,7 @@ def packed_inputs(position_ids: Tensor) -> dict[str, Any]:
 def require_rows_apart(model: Any, precision: AbstractContextManager[Any]) -> None:
     """Refuse a model, or a version of transformers, in which packed rows see each other."""
     causal_lm = model.get_base_model() if isinstance(model, PeftModel) else model
-    decoder = causal_lm.base_model
+    decoder: Any = causal_lm.base_model
     starts = [0, *accumulate(ROWS)]
     device = model.device
     ids = torch.arange(starts[-1], device=device)[None] * 31 % TOKENS
