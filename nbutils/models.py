@@ -1,7 +1,7 @@
 """Models by name: which one is meant, its shape, and how it comes to this machine.
 
-A name is the bundled `tiny` or `tiny_hybrid`, a short name of `configs/models.yaml`, a folder, or a hub id. Memory and time follow from
-the shape, which is known from `configs/models.yaml` or read from a config.json that is here already.
+A name is the bundled `tiny` or `tiny_hybrid`, a short name of `configs/models.yaml`, a folder, or a hub id. Memory and
+time follow from the shape, which is known from `configs/models.yaml` or read from a config.json that is here already.
 """
 
 from __future__ import annotations
