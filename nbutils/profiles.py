@@ -127,11 +127,12 @@ def _choose_profile(profile: str, model: str, gpu: GPU | None, platform: Platfor
     """The profile that is named, or what `auto` takes here."""
     if profile != "auto":
         return Choice(profile, tr("parameter PROFILE"))
-    if gpu is None or models.is_tiny(model):
+    bundled = models.bundled_name(model)
+    if gpu is None or bundled:
         text = tr(
             "auto: the bundled tiny model, as it is named or there is no GPU ({platform})", platform=platform.name
         )
-        return Choice("tiny", text)
+        return Choice(bundled or "tiny", text)
     text = tr("auto: {platform} with {gpu}", platform=platform.name, gpu=gpu)
     return Choice(gpus.profile_for(gpu), text)
 
