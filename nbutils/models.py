@@ -303,10 +303,16 @@ def find_shape(model: str) -> Shape:
         ) from problem
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that is about text; the config itself, unless the model also sees."""
+    part: dict[str, Any] = config.get("text_config") or config
+    return part
+
+
 def shape_in(name: str, config: dict[str, Any]) -> Shape:
     """The shape of the text model that a config.json gives."""
     tied = config.get("tie_word_embeddings")
-    config = config.get("text_config") or config  # of a model that also sees
+    config = text_config(config)
     if tied is None:
         tied = config.get("tie_word_embeddings")
     for key in NOT_DENSE:

@@ -1,4 +1,4 @@
-"""Hybrid models on packed rows: each row computes what it computes alone, and where it would not, nothing is trained."""
+"""Hybrid models on packed rows: each row computes what it computes alone; where it would not, nothing is trained."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
