@@ -53,6 +53,30 @@ GROUPS: dict[str, tuple[tuple[str, str, str, str, bool, int, float], list[tuple[
         ("Qwen2.5-14B", "qlora", "bf16", "varlen", True, 16, 0.0),
         [(2048, 1, "on"), (2048, 4, "on"), (2048, 8, "offload"), (2048, 2, "off"), (1024, 4, "on")],
     ),
+    "hybrid 4B": (
+        ("Qwen3.5-4B", "lora", "bf16", "varlen", True, 16, 0.0),
+        [(2048, 8, "on"), (2048, 4, "off"), (2048, 1, "on"), (1024, 4, "off"), (2048, 8, "offload"), (4096, 1, "off")],
+    ),
+    "hybrid 4B four bits": (
+        ("Qwen3.5-4B", "qlora", "bf16", "varlen", True, 16, 0.0),
+        [(2048, 8, "on"), (2048, 2, "off"), (2048, 1, "on"), (1024, 1, "off")],
+    ),
+    "hybrid 0.8B": (
+        ("Qwen3.5-0.8B", "lora", "bf16", "varlen", True, 16, 0.0),
+        [(2048, 8, "on"), (2048, 8, "off"), (2048, 1, "off"), (1024, 2, "on")],
+    ),
+    "hybrid 0.8B rank 64": (
+        ("Qwen3.5-0.8B", "qlora", "bf16", "varlen", True, 64, 0.0),
+        [(2048, 4, "on"), (1024, 4, "off")],
+    ),
+    "hybrid 9B": (
+        ("Qwen3.5-9B", "lora", "bf16", "varlen", True, 16, 0.0),
+        [(2048, 8, "on"), (2048, 1, "on"), (2048, 4, "off"), (1024, 2, "off")],
+    ),
+    "hybrid 9B four bits": (
+        ("Qwen3.5-9B", "qlora", "bf16", "varlen", True, 16, 0.0),
+        [(2048, 8, "on"), (2048, 1, "on"), (2048, 2, "off")],
+    ),
 }  # fmt: skip
 
 

@@ -1,10 +1,12 @@
-"""Training speed and memory of one QLoRA step, all ways in one call, on random weights in the shape of Qwen2.5-7B.
+"""Training speed and memory of one LoRA step, all ways in one call, on random weights in the shape of a course model.
 
-    python benchmarks/train.py FOLDER [--ways course-8x1 --ways unsloth-8x1 …] [--steps 6] [--out results.json]
+    python benchmarks/train.py FOLDER [--model Qwen2.5-7B] [--ways course-8x1 …] [--steps 6] [--out results.json]
 
-FOLDER holds the weights (made when missing, 15 GB). Every way trains the same rows: 6,000 of 24 to 2,048 tokens, as
-instruction data is distributed, with LoRA of rank 16 on all linear layers unless the way says otherwise. Each runs in a
-process of its own; tokens are real ones, not padding. Needs a CUDA GPU; the two `unsloth` ways need Unsloth.
+FOLDER holds the weights (made when missing, 15 GB for the 7B). Ways that end with `-16` leave the base in 16 bits, the
+others have it in 4. Every way trains the same rows: 6,000 of 24 to 2,048 tokens, as instruction data is distributed,
+with LoRA of rank 16 on all linear layers unless the way says otherwise. Each runs in a process of its own; tokens are
+real ones, not padding, and the first steps, in which kernels are compiled and tuned, are not timed. Needs a CUDA GPU;
+the `unsloth` ways need Unsloth.
 """
 
 from __future__ import annotations
@@ -22,10 +24,15 @@ from typing import Any
 
 import click
 
+from nbutils.models import known_models
+
 ROWS, LONGEST, SHORTEST = 6000, 2048, 24
-WARM_UP = 3
+WARM_UP = 5
 MODEL = "Qwen2.5-7B"
-LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LINEAR = [
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",  # of Gated DeltaNet layers
+]  # fmt: skip
 # way: (maker, micro-batch, accumulation, recomputation)
 WAYS: dict[str, tuple[str, int, int, str]] = {
     "guide-1x16": ("guide", 1, 16, "off"),
@@ -39,7 +46,14 @@ WAYS: dict[str, tuple[str, int, int, str]] = {
     "course-8x1-offload": ("course", 8, 1, "offload"),
     "course-2x4-off": ("course", 2, 4, "off"),
     "course-8x1-off": ("course", 8, 1, "off"),
+    "unsloth-8x1-16": ("unsloth", 8, 1, "unsloth"),
+    "stock-8x1-16": ("stock", 8, 1, "on"),
+    "course-8x1-16": ("course", 8, 1, "on"),
+    "course-8x1-off-16": ("course", 8, 1, "off"),
+    "unsloth-2x4-16": ("unsloth", 2, 4, "unsloth"),
+    "course-2x4-16": ("course", 2, 4, "on"),
 }
+bits = 4  # of the base; `measure` sets what the way says
 
 
 def lengths() -> list[int]:
@@ -72,7 +86,8 @@ def load(folder: Path, **settings: Any) -> Any:
     """The model in 4 bits, or as `settings` say."""
     from transformers import AutoModelForCausalLM
 
-    given = {"quantization_config": four_bits(), "dtype": "bfloat16", "device_map": {"": 0}} | settings
+    quantization = four_bits() if bits == 4 else None
+    given = {"quantization_config": quantization, "dtype": "bfloat16", "device_map": {"": 0}} | settings
     return AutoModelForCausalLM.from_pretrained(folder, **given)
 
 
@@ -151,7 +166,10 @@ def unsloth(folder: Path, micro: int, accumulation: int, recompute: str, steps: 
     from unsloth import FastLanguageModel  # isort: skip  (it must come before trl)
     from trl import SFTConfig, SFTTrainer
 
-    model, tokenizer = FastLanguageModel.from_pretrained(str(folder), max_seq_length=LONGEST, load_in_4bit=True)
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        str(folder), max_seq_length=LONGEST, load_in_4bit=bits == 4, load_in_16bit=bits == 16
+    )
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor: the rows are text
     model = FastLanguageModel.get_peft_model(
         model, r=16, lora_alpha=32, lora_dropout=0, bias="none", target_modules=LINEAR,
         use_gradient_checkpointing="unsloth", random_state=0,
@@ -188,6 +206,7 @@ class Meter:
                 meter.seconds.append(now - meter.ended)
                 meter.ended = now
                 if state.global_step == WARM_UP:
+                    torch.cuda.reset_peak_memory_stats()  # tuning kernels takes memory, too
                     meter.tokens, meter.began = 0, now
 
         return Clock()
@@ -200,12 +219,13 @@ def measure(way: str, folder: Path, steps: int, profile: bool = False) -> dict[s
     """Train in this process and say what it took."""
     import torch
 
+    global bits
+    bits = 16 if way.endswith("-16") else 4
     maker, micro, accumulation, recompute = WAYS[way]
     trainer = globals()[maker](folder, micro, accumulation, recompute, WARM_UP + steps)
     torch.cuda.empty_cache()
     print("\nREADY", flush=True)
     sys.stdin.readline()  # all ways are loaded side by side, and train one after the other
-    torch.cuda.reset_peak_memory_stats()
     loaded = torch.cuda.memory_allocated()
     meter = Meter(trainer)
     trainer.train()
@@ -256,10 +276,20 @@ def measured_tflops() -> float:
     return 30 * 2 * 8192**3 / (time.perf_counter() - began) / 1e12
 
 
-def surroundings() -> dict[str, Any]:
+def surroundings(model: str = MODEL) -> dict[str, Any]:
     import torch
 
-    names = ("torch", "transformers", "peft", "trl", "bitsandbytes", "liger-kernel", "unsloth")
+    names = (
+        "torch",
+        "triton",
+        "transformers",
+        "peft",
+        "trl",
+        "bitsandbytes",
+        "liger-kernel",
+        "flash-linear-attention",
+        "unsloth",
+    )
     versions = {}
     for name in names:
         try:
@@ -269,7 +299,7 @@ def surroundings() -> dict[str, Any]:
     drawn = lengths()
     return {
         "date": date.today().isoformat(), "card": torch.cuda.get_device_name(0), "python": platform.python_version(),
-        "versions": versions, "model": f"{MODEL}, random weights", "rows": ROWS, "longest": LONGEST,
+        "versions": versions, "model": f"{model}, random weights", "rows": ROWS, "longest": LONGEST,
         "mean_length": round(sum(drawn) / len(drawn), 1),
     }  # fmt: skip
 
@@ -277,12 +307,13 @@ def surroundings() -> dict[str, Any]:
 def table(results: list[dict[str, Any]], limit: float) -> str:
     """The ways with their ratios."""
     by_way = {one["way"]: one for one in results if "tokens_per_second" in one}
-    guide, peers = by_way.get("guide-1x16"), [by_way.get("unsloth-2x4"), by_way.get("unsloth-8x1")]
+    guide = by_way.get("guide-1x16")
     lines = [
         f"{'way':20} {'tokens/s':>9} {'peak GiB':>9} {'x guide':>8} {'x Unsloth':>10} {'its GiB x':>10} {'of limit':>9}"
     ]
     for way, one in by_way.items():
-        peer = peers[int("8x1" in way)]
+        batch = "8x1" if "8x1" in way else "2x4"
+        peer = by_way.get(f"unsloth-{batch}" + "-16" * way.endswith("-16"))
         speed, peak = one["tokens_per_second"], one["peak_gib"]
         lines.append(
             f"{way:20} {speed:9,.0f} {peak:9.2f} "
@@ -323,21 +354,24 @@ def until_ready(process: subprocess.Popen[str]) -> str:
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--model", default=MODEL, help="The course model whose shape it is.")
 @click.option("--ways", multiple=True, type=click.Choice(list(WAYS)), help="Default: all of them.")
 @click.option("--steps", default=6, help="Timed steps of each way, after the warm-up.")
 @click.option("--profile", is_flag=True, help="Also where the card's time goes.")
 @click.option("--one", type=click.Choice(list(WAYS)), help="Measure in this process and print one line of JSON.")
 @click.option("--out", type=click.Path(path_type=Path), help="Where the results are written, as JSON.")
-def main(folder: Path, ways: tuple[str, ...], steps: int, profile: bool, one: str | None, out: Path | None) -> None:
+def main(
+    folder: Path, model: str, ways: tuple[str, ...], steps: int, profile: bool, one: str | None, out: Path | None
+) -> None:
     """Measure ways of training and print the table."""
     if one:
         print("\nRESULT " + json.dumps(measure(one, folder, steps, profile)))
         return
     if not (folder / "config.json").exists():
         maker = Path(__file__).with_name("random_model.py")
-        subprocess.run([sys.executable, str(maker), MODEL, str(folder)], check=True)
+        subprocess.run([sys.executable, str(maker), model, str(folder)], check=True)
     tflops = measured_tflops()
-    about = surroundings() | {"tflops": round(tflops, 1)}
+    about = surroundings(model) | {"tflops": round(tflops, 1)}
     results: list[dict[str, Any]] = []
     started = [(way, start(way, folder, steps, profile)) for way in ways or WAYS]
     for way, process, before in [(way, process, until_ready(process)) for way, process in started]:
@@ -346,7 +380,7 @@ def main(folder: Path, ways: tuple[str, ...], steps: int, profile: bool, one: st
         results.append(json.loads(line[7:]) if line else {"way": way, "error": said[-3000:]})
         print(json.dumps({key: value for key, value in results[-1].items() if key != "profile"}), flush=True)
         write(out, about | {"ways": results})
-    limit = tflops * 1e12 / (6 * 7.62e9)
+    limit = tflops * 1e12 / (6 * known_models()[model].params)
     print(f"\n{tflops:.0f} TFLOP/s measured; 6 FLOP per parameter and token: at most {limit:,.0f} tokens/s\n")
     print(table(results, limit))
     write(out, about | {"limit_tokens_per_second": round(limit), "ways": results})

@@ -161,25 +161,17 @@ def liger(gpu: GPU | None) -> Choice:
 def delta_rule_kernels(gpu: GPU | None) -> Choice:
     """Whether flash-linear-attention's kernels compute the Gated DeltaNet layers of hybrid models, as in Qwen3.5."""
     if gpu is None:
-        return Choice(False, tr("row by row with transformers' reference code, as there is no GPU: correct, and slower"))
+        return Choice(False, reference_code(tr("there is no GPU")))
     if gpu.capability < BF16_FROM:
-        return Choice(
-            False,
-            tr(
-                "row by row with transformers' reference code, as {gpu} is too old for the kernels of "
-                "flash-linear-attention (8.0): correct, and many times slower",
-                gpu=gpu.name,
-            ),
-        )
+        return Choice(False, reference_code(tr("the kernels need capability 8.0, which {gpu} has not", gpu=gpu.name)))
     if importlib.util.find_spec("fla") is None:
-        return Choice(
-            False,
-            tr(
-                "row by row with transformers' reference code: correct, and many times slower; `python -m nbutils "
-                "install` adds the kernels of flash-linear-attention"
-            ),
-        )
-    return Choice(True, tr("with the kernels of flash-linear-attention, which know where each row begins"))
+        return Choice(False, reference_code(tr("`python -m nbutils install` adds the kernels")))
+    return Choice(True, tr("with the kernels of flash-linear-attention, which begin anew at every row"))
+
+
+def reference_code(why: str) -> str:
+    """How Gated DeltaNet layers are computed without kernels."""
+    return tr("row by row with transformers' reference code, correct and many times slower ({why})", why=why)
 
 
 def engine(gpu: GPU | None) -> Choice:

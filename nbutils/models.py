@@ -1,7 +1,7 @@
 """Models by name: which one is meant, its shape, and how it comes to this machine.
 
-A name is the bundled `tiny`, a short name of `configs/models.yaml`, a folder, or a hub id. Memory and time follow from
-the shape, which is known from `configs/models.yaml` or read from a config.json that is here already.
+A name is the bundled `tiny` or `tiny_hybrid`, a short name of `configs/models.yaml`, a folder, or a hub id. Memory and
+time follow from the shape, which is known from `configs/models.yaml` or read from a config.json that is here already.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class LinearAttention(Strict):
 
 
 class Shape(Strict):
-    """A dense decoder: in every layer attention and an MLP of gate, up, down; a hybrid one has two kinds of attention."""
+    """A dense decoder: attention, and an MLP of gate, up, down, in every layer; in a hybrid one it is of two kinds."""
 
     name: str = ""
     layers: Size
@@ -160,7 +160,7 @@ class Shape(Strict):
 
     @property
     def params(self) -> int:
-        """The weights that are trained or frozen: also embedding, output head unless it is tied, norms, convolutions."""
+        """All weights of the text model: also embedding, output head unless it is tied, norms, convolutions."""
         embeddings = self.vocab if self.tied else 2 * self.vocab
         norms = 2 * self.layers + 1
         params = self.linear_params + self.hidden * (embeddings + norms)
@@ -203,8 +203,9 @@ def course_model(name: str) -> KnownModel | None:
 
 def names_like(model: str) -> str:
     """The short names in which this one occurs, as `Qwen3.5` in several; all of them if it occurs in none."""
-    alike = [name for name in known_models() if model.casefold() in name.casefold()]
-    return ", ".join(alike or known_models())
+    names = [*bundled(), *known_models()]
+    alike = [name for name in names if model.casefold() in name.casefold()]
+    return ", ".join(alike or names)
 
 
 class NotTrained(Strict):
@@ -220,12 +221,12 @@ def not_trained() -> dict[str, NotTrained]:
     return read_table("not_trained.yaml", NotTrained)
 
 
-def require_trainable(model: str, config: Mapping[str, Any]) -> None:
+def require_trainable(model: str, config: dict[str, Any]) -> None:
     """Refuse a model that the course cannot train, by its name or its config.json, and name the nearest that it can."""
     name = "" if Path(model).expanduser().is_dir() else model.rpartition("/")[2]  # a folder may have any name
     original = QUANTIZED_SUFFIX.sub("", name)
     listed = [entry for entry in not_trained().values() if name.casefold().startswith(entry.name.casefold())]
-    sizes = config.get("text_config") or config
+    sizes = text_config(config)
     sparse = [key for key in NOT_DENSE if sizes.get(key)]
     if listed:
         reason = tr(listed[0].reason)
@@ -245,7 +246,7 @@ def require_trainable(model: str, config: Mapping[str, Any]) -> None:
     )
 
 
-def _nearest(config: Mapping[str, Any]) -> KnownModel:
+def _nearest(config: dict[str, Any]) -> KnownModel:
     """The course model nearest in width and depth: as large as what a mixture of experts computes with for a token."""
     size = config.get("hidden_size", 0) * config.get("num_hidden_layers", 0)
     return min(known_models().values(), key=lambda known: abs(known.hidden * known.layers - size))
@@ -275,15 +276,23 @@ def config_of(model: str, source: str) -> dict[str, Any]:
     return {}
 
 
-def is_tiny(model: str) -> bool:
-    """Whether the bundled model is meant."""
-    return model in ("tiny", str(files.TINY_MODEL))
+def bundled() -> dict[str, Path]:
+    """The folders of the models that come with the course, by their names; each has a profile of its name."""
+    return {"tiny": files.TINY_MODEL, "tiny_hybrid": files.TINY_HYBRID}
+
+
+def bundled_name(model: str) -> str:
+    """The name of the bundled model that is meant by its name or folder; empty for any other model."""
+    for name, folder in bundled().items():
+        if model in (name, str(folder)):
+            return name
+    return ""
 
 
 def meant(model: str, inputs: Path | None = None) -> Choice:
     """What `from_pretrained` should be given for this name; `inputs` is the folder of what was attached."""
-    if is_tiny(model):
-        return Choice(model_folder(files.TINY_MODEL), tr("bundled with the course: needs no network"))
+    if name := bundled_name(model):
+        return Choice(model_folder(bundled()[name]), tr("bundled with the course: needs no network"))
     known = course_model(model)
     if known and model != known.hub:
         reason = tr("{name}, {billions:g} billion parameters", name=known.name, billions=known.billions)
@@ -299,7 +308,7 @@ def meant(model: str, inputs: Path | None = None) -> Choice:
     raise CourseError(
         tr("Unknown model {model!r}: not a short name, not a hub id, and not a folder.", model=model),
         todo=tr(
-            "Set MODEL to tiny, {names}, a hub id (owner/name), or a folder with config.json.",
+            "Set MODEL to {names}, a hub id (owner/name), or a folder with config.json.",
             names=names_like(model),
         ),
     )
@@ -354,9 +363,9 @@ def find_shape(model: str) -> Shape:
     if known := course_model(model):
         return known
     file = Path(model).expanduser() / "config.json"
-    if is_tiny(model):
-        model = "tiny"
-        file = files.TINY_MODEL / "config.json"
+    if name := bundled_name(model):
+        model = name
+        file = bundled()[name] / "config.json"
     elif not file.is_file():
         file = Path(cached(model, "config.json"))
     try:
@@ -371,17 +380,23 @@ def find_shape(model: str) -> Shape:
         raise CourseError(
             tr("The shape of {model} is not known ({problem}).", model=model, problem=problem),
             todo=tr(
-                "Give --model one of {names}, tiny, or a folder with the config.json (a few kB) of a dense model, as "
+                "Give --model one of {names}, or a folder with the config.json (a few kB) of a dense model, as "
                 "Qwen2, Qwen3, Qwen3.5, Llama and GLM-4 are.",
                 names=names_like(model),
             ),
         ) from problem
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that is about text; the config itself, unless the model also sees."""
+    part: dict[str, Any] = config.get("text_config") or config
+    return part
+
+
 def shape_in(name: str, config: dict[str, Any]) -> Shape:
     """The shape of the text model that a config.json gives."""
     tied = config.get("tie_word_embeddings")
-    config = config.get("text_config") or config  # of a model that also sees
+    config = text_config(config)
     if tied is None:
         tied = config.get("tie_word_embeddings")
     heads = config["num_attention_heads"]

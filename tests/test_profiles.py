@@ -23,7 +23,7 @@ from nbutils.serving import engine
 Patch = pytest.MonkeyPatch
 Altered = Callable[..., str]
 COURSE = {
-    "tiny", "laptop", "t4_16gb", "ampere_24gb", "ampere_40gb", "hopper_80gb", "hopper_141gb",
+    "tiny", "tiny_hybrid", "laptop", "t4_16gb", "ampere_24gb", "ampere_40gb", "hopper_80gb", "hopper_141gb",
     "lora_20k", "lora_50k", "lora_100k", "paper_r64", "pretrained_r320",
 }  # fmt: skip
 KAGGLE = Platform("kaggle", "a test says so")
@@ -92,7 +92,7 @@ def altered(tmp_path: Path) -> Altered:
 def test_every_profile_reads_as_a_manual(name: str) -> None:
     document = config.read(name)
     text = document.file.read_text(encoding="utf-8")
-    assert document.profile.model in {"tiny", *models.known_models()}
+    assert document.profile.model in {*models.bundled(), *models.known_models()}
     assert sorted(document.reasons) == sorted(config.keys()), "every value has its reason beside it"
     assert text.startswith(f"# {name}: ")
     assert max(map(len, text.splitlines())) <= 120
@@ -768,7 +768,7 @@ def test_what_cannot_be_trained_hides_nothing_that_can() -> None:
 
 
 def test_a_name_that_begins_several_is_answered_with_these() -> None:
-    with refused("Unknown model 'Qwen3.5'", "Set MODEL to tiny, Qwen3.5-0.8B, Qwen3.5-2B, "):
+    with refused("Unknown model 'Qwen3.5'", "Set MODEL to Qwen3.5-0.8B, Qwen3.5-2B, "):
         resolve("ampere_24gb", "Qwen3.5", RTX)
 
 

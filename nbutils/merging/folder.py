@@ -10,6 +10,7 @@ import json
 import math
 import re
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+HEAD = "lm_head.weight"
+TEXT_PART = "language_model."  # in the names of a model that also sees; the text model alone does without
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.py")
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -127,10 +130,20 @@ class ModelFolder:
     weights: dict[str, StoredTensor]
 
     @property
+    def text_weights(self) -> dict[str, StoredTensor]:
+        """The weights that training on text loads: none of those for vision or for predicting several tokens."""
+        if not any(TEXT_PART in name for name in self.weights):
+            return self.weights
+        return {name: tensor for name, tensor in self.weights.items() if TEXT_PART in name or name == HEAD}
+
+    @property
     def dtype(self) -> str:
-        """The torch name of the weights' dtype; "auto" if there are several."""
-        codes = {tensor.dtype for tensor in self.weights.values()} & FLOATS.keys()
-        return FLOATS[codes.pop()] if len(codes) == 1 else "auto"
+        """The torch name of the dtype that most of the text model is stored in."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.text_weights.values():
+            if tensor.dtype in FLOATS:
+                sizes[FLOATS[tensor.dtype]] += tensor.size
+        return sizes.most_common(1)[0][0] if sizes else "auto"
 
 
 def open_base(base: str | Path) -> ModelFolder:
@@ -165,12 +178,18 @@ def open_adapter(path: Path) -> ModelFolder:
 
 
 def read_weight(folder: str | Path, name: str) -> torch.Tensor:
-    """One weight of a model folder in float32.
+    """One weight of a model folder in float32, by the name it has in the text model.
 
     Example: `merging.read_weight("runs/tiny/merged", "model.norm.weight")`
     """
-    stored = open_base(folder).weights[name]
+    weights = {text_name(stored): tensor for stored, tensor in open_base(folder).weights.items()}
+    stored = weights[name]
     return stored.tensor().reshape(stored.shape).float()
+
+
+def text_name(name: str) -> str:
+    """What the text model alone calls a weight of a checkpoint: transformers renames them so when it loads one."""
+    return name.replace(TEXT_PART, "", 1)
 
 
 def model_name(base: str | Path) -> str:
@@ -204,9 +223,15 @@ def copy_companions(out: Path, base: ModelFolder, adapter: Path, dtype: str, unt
         if file.is_file():
             shutil.copyfile(file, out / file.name)
     config = dict(base.config)
+    parts = [config]
+    if "text_config" in config:
+        config["text_config"] = dict(config["text_config"])
+        parts.append(config["text_config"])
     if dtype != "auto":
-        config.pop("torch_dtype", None)  # the former name of dtype
-        config["dtype"] = dtype
+        for part in [part for part in parts if "dtype" in part or "torch_dtype" in part] or [config]:
+            part.pop("torch_dtype", None)  # the former name of dtype
+            part["dtype"] = dtype
     if untied:
-        config["tie_word_embeddings"] = False
+        for part in parts:
+            part["tie_word_embeddings"] = False
     files.write_json(out / "config.json", config)

@@ -18,7 +18,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from nbutils import environments, files, hardware, merging, platforms
+from nbutils import environments, files, hardware, merging, models, platforms
 from nbutils.errors import CourseError
 from nbutils.language import joined, tr
 
@@ -118,8 +118,7 @@ def flags_reason(gpu: hardware.GPU | None) -> str:
 
 def tensor_parallel(folder: Path, gpus: int) -> int:
     """Over how many GPUs a model can be split: its attention heads must divide evenly."""
-    config = files.read_json(folder / "config.json")
-    config = config.get("text_config") or config
+    config = models.text_config(files.read_json(folder / "config.json"))
     heads = int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     size = gpus

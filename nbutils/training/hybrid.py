@@ -1,53 +1,155 @@
-"""Hybrid models (Qwen3.5 and later): Gated DeltaNet layers on packed rows, which must not see each other.
+"""Packed rows must not see each other: proven for any model, and made true for hybrid ones (Qwen3.5 and later).
 
 A Gated DeltaNet layer carries a state from token to token, through a short convolution and the gated delta rule. Both
-must begin anew with every row. On a GPU the kernels of flash-linear-attention are told where rows begin. Elsewhere
-transformers' reference code computes one row after the other: correct, and slower.
+must begin anew with every row. On a GPU the kernels of flash-linear-attention are told where rows begin; they are used
+if they give the output and the gradients of transformers' reference code on this very GPU. Elsewhere the reference
+code computes the rows as a batch: correct, and slower.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from itertools import pairwise
+import logging
+import math
+import types
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
-from nbutils import hardware
+from nbutils import distributed, hardware
 from nbutils.errors import CourseError
+from nbutils.hardware import Choice
 from nbutils.language import tr
 
 KNOWN_LAYERS = ("Qwen3_5GatedDeltaNet",)
-FIRST = (11, 3, 17, 5)  # tokens of the rows with which a model is tried
-NOISE = 0.02  # of the size of the logits: more than 16 bits ever differ on equal rows, less than one foreign token does
+CHUNK = 64  # tokens that the reference code computes together
+ROWS = (11, 3, 17, 5)  # tokens of the rows with which a model is tried
+EDGES = (65, 1, 127, 64)  # of those with which kernels are tried, whose chunks have 64 tokens
+MIXED = 0.1  # relative difference: 16 bits differ by about 0.02, one foreign token makes 0.3 and more
+WRONG = 0.05  # of one layer: 16 bits differ by less than 0.01, a miscompiled kernel by 0.5
+TOKENS = 256  # ids that any vocabulary has
+Forward = Callable[..., Tensor]
+Boundaries = tuple[Tensor, int]
 
 
-def adapt_layers(model: nn.Module, replace_forward: Any) -> str:
-    """Keep rows apart in every Gated DeltaNet layer; how they are computed, empty for a model that has none."""
+def boundaries(position_ids: Tensor) -> Boundaries:
+    """Where the examples of flattened rows begin and end, and the longest one."""
+    (edges, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids)
+    return edges, int(longest)
+
+
+def packed_inputs(position_ids: Tensor) -> dict[str, Any]:
+    """The boundaries under the names by which attention and Gated DeltaNet layers know them."""
+    edges, longest = boundaries(position_ids)
+    return {
+        "cu_seq_lens_q": edges,
+        "cu_seq_lens_k": edges,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def require_rows_apart(model: Any, precision: AbstractContextManager[Any]) -> None:
+    """Refuse a model, or a version of transformers, in which packed rows see each other."""
+    causal_lm = model.get_base_model() if isinstance(model, PeftModel) else model
+    decoder: Any = causal_lm.base_model
+    starts = [0, *accumulate(ROWS)]
+    device = model.device
+    ids = torch.arange(starts[-1], device=device)[None] * 31 % TOKENS
+    positions = torch.cat([torch.arange(length, device=device) for length in ROWS])[None]
+    training = model.training
+    model.eval()
+
+    def states(first: int, last: int) -> Tensor:
+        inputs = {"input_ids": ids[:, first:last], "position_ids": positions[:, first:last]}
+        boundaries_of_rows = packed_inputs(inputs["position_ids"])
+        return decoder(**inputs, **boundaries_of_rows, use_cache=False).last_hidden_state
+
+    with torch.no_grad(), precision:
+        together = states(0, starts[-1])
+        differences = [_difference(together[:, first:last], states(first, last)) for first, last in pairwise(starts)]
+    model.train(training)
+    rounding, *others = differences  # no later row can change the first one
+    if max(others) > max(MIXED, 5 * rounding):
+        raise CourseError(
+            tr(
+                "With this version of transformers, packed rows of {model} see each other (their states differ by "
+                "{difference:.0%}).",
+                model=type(decoder).__name__,
+                difference=max(others),
+            ),
+            todo=tr(
+                'Install transformers 5.17 to 5.19, or set SET = "sft.packing=false, '
+                'sft.per_device_train_batch_size=1": then no two rows are computed together.'
+            ),
+        )
+
+
+def _difference(states: Tensor, expected: Tensor) -> float:
+    """The size of a difference, relative to what was expected."""
+    expected = expected.float()
+    return float((states.float() - expected).norm() / expected.norm())
+
+
+def replace_forward(part: Any, forward: Forward) -> None:
+    """Give a module another forward, unless it has it because this cell ran before."""
+    if not hasattr(part, "stock_forward"):
+        part.stock_forward = part.forward
+        part.forward = types.MethodType(forward, part)
+
+
+def adapt_layers(model: nn.Module) -> str:
+    """Keep rows apart in every Gated DeltaNet layer; how that is computed, empty for a model without such layers."""
     layers = [part for part in model.modules() if type(part).__name__ in KNOWN_LAYERS]
     if not layers:
         return ""
-    kernels = hardware.delta_rule_kernels(hardware.gpu())
+    if distributed.strategy() == "zero3":  # it gathers a weight when its own layer is called; the convolution's is not
+        raise CourseError(
+            tr("ZeRO-3 cannot train a hybrid model like {model}.", model=type(model).__name__),
+            todo=tr("Use FSDP: ENGINE = fsdp_lora or fsdp_qlora in lesson 06."),
+        )
+    # what transformers warns of, the line of the lesson says in the learner's language
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
+    how = hardware.delta_rule_kernels(hardware.gpu())
+    if how.value:
+        how = _checked_kernels(layers[0], how)
     for layer in layers:
-        replace_forward(layer, _packed_forward if kernels.value else _forward_by_row)
-    return tr("{count} Gated DeltaNet layers: {how}", count=len(layers), how=kernels.reason)
+        replace_forward(layer, forward_with_kernels if how.value else forward_by_row)
+    return tr("{count} Gated DeltaNet layers: {how}", count=len(layers), how=how.reason)
 
 
-def _forward_by_row(self: Any, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
-    """The layer's own forward, for each row of the packed ones."""
+def forward_by_row(self: Any, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
+    """A Gated DeltaNet layer's own forward, with the packed rows as a batch for each number of chunks.
+
+    The reference code fills the last chunk of a row with zeros in any case, and no token sees what follows it.
+    """
     edges = kwargs.pop("cu_seq_lens_q", None)
     if edges is None or cache_params is not None:
         return self.stock_forward(hidden_states, cache_params=cache_params, **kwargs)
-    rows = [self.stock_forward(hidden_states[:, first:last]) for first, last in pairwise(edges.tolist())]
-    return torch.cat(rows, dim=1)
+    lengths = edges.diff().tolist()
+    rows = hidden_states[0].split(lengths)
+    batches: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths):
+        batches.setdefault(math.ceil(length / CHUNK), []).append(number)
+    computed: dict[int, Tensor] = {}
+    for numbers in batches.values():
+        out = self.stock_forward(pad_sequence([rows[number] for number in numbers], batch_first=True))
+        for number, states in zip(numbers, out, strict=True):
+            computed[number] = states[: lengths[number]]
+    return torch.cat([computed[number] for number in range(len(rows))])[None]
 
 
-def _packed_forward(self: Any, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
-    """The layer's forward with kernels that begin anew at every row, for all packed rows at once.
+def forward_with_kernels(self: Any, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
+    """A Gated DeltaNet layer's forward for all packed rows at once, with kernels that begin anew at every row.
 
-    Unlike transformers' own it has no copies: heads of keys are not repeated for those of values, nothing is
-    transposed, and decay, write strength and gate are computed inside the kernels.
+    Unlike transformers' own it makes no copies: heads of keys are not repeated for those of values, nothing is
+    transposed, and decay, write strength and output gate are computed inside the kernels.
     """
     edges = kwargs.pop("cu_seq_lens_q", None)
     if edges is None or cache_params is not None:
@@ -56,7 +158,7 @@ def _packed_forward(self: Any, hidden_states: Tensor, cache_params: Any = None, 
     from fla.modules.fused_norm_gate import rms_norm_gated
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    shape = hidden_states.shape[:-1]
+    tokens = hidden_states.shape[:-1]
     gate = self.in_proj_z(hidden_states)
     strength = self.in_proj_b(hidden_states)
     decay = self.in_proj_a(hidden_states)
@@ -68,9 +170,9 @@ def _packed_forward(self: Any, hidden_states: Tensor, cache_params: Any = None, 
     )
     query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
     out, _ = chunk_gated_delta_rule(
-        query.view(*shape, -1, self.head_k_dim),
-        key.view(*shape, -1, self.head_k_dim),
-        value.view(*shape, -1, self.head_v_dim),
+        query.view(*tokens, -1, self.head_k_dim),
+        key.view(*tokens, -1, self.head_k_dim),
+        value.view(*tokens, -1, self.head_v_dim),
         g=decay,
         beta=strength,
         A_log=self.A_log,
@@ -82,10 +184,52 @@ def _packed_forward(self: Any, hidden_states: Tensor, cache_params: Any = None, 
     )
     normed = rms_norm_gated(
         out,
-        gate.view(*shape, -1, self.head_v_dim),
+        gate.view(*tokens, -1, self.head_v_dim),
         self.norm.weight,
         None,
-        activation="swish",
         eps=self.norm.variance_epsilon,
     )
     return self.out_proj(normed.flatten(-2))
+
+
+def _checked_kernels(layer: Any, how: Choice) -> Choice:
+    """The kernels, if a layer's output and gradients are those of the reference code; else the reference code."""
+    _allow_triton(layer.head_k_dim)
+    parameters = [weight for weight in layer.parameters() if weight.requires_grad]
+    weight = layer.conv1d.weight
+    width = layer.in_proj_qkv.in_features
+    states = torch.randn(1, sum(EDGES), width, device=weight.device, dtype=weight.dtype, requires_grad=True)
+    edges = torch.tensor([0, *accumulate(EDGES)], device=weight.device, dtype=torch.int32)
+
+    def results(forward: Forward) -> Sequence[Tensor]:
+        with torch.autocast(weight.device.type, dtype=weight.dtype):
+            out = forward(layer, states, cu_seq_lens_q=edges)
+        gradients = torch.autograd.grad(out.float().square().sum(), [states, *parameters], allow_unused=True)
+        return [out.detach(), *(gradient for gradient in gradients if gradient is not None)]
+
+    layer.stock_forward = layer.forward
+    try:
+        expected = results(forward_by_row)
+        computed = results(forward_with_kernels)
+        worst = max(_difference(*pair) for pair in zip(computed, expected, strict=True) if pair[1].any())
+        problem = "" if worst < WRONG else tr("they differ by {worst:.0%} from the reference code", worst=worst)
+    except Exception as error:  # compilers raise anything
+        if hardware.out_of_memory(error):
+            raise
+        problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    finally:
+        del layer.stock_forward
+    if not problem:
+        return how
+    return Choice(False, hardware.reference_code(tr("the kernels fail on this GPU ({problem})", problem=problem)))
+
+
+def _allow_triton(head_dim: int) -> None:
+    """Let flash-linear-attention use Triton before 3.7.1 on Hopper, where it refuses the backward pass of any model.
+
+    The miscompiled kernel it fears is that for heads of 33 to 64 (its issue 640). Others are proven just below.
+    """
+    from fla.ops.common import chunk_o
+
+    if head_dim > 64:
+        chunk_o.TRITON_ABOVE_3_7_1 = True

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import types
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -27,12 +26,12 @@ from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from nbutils import distributed, hardware, merging
 from nbutils.errors import CourseError
 from nbutils.language import tr
 from nbutils.training import hybrid, sharding
+from nbutils.training.hybrid import boundaries, packed_inputs, replace_forward
 
 VARLEN = "varlen"  # attention for packed rows without a mask
 KNOWN_MLPS = ("Qwen2MLP", "Qwen3MLP", "Qwen3_5MLP", "LlamaMLP", "MistralMLP")  # exactly down(silu(gate(x)) * up(x))
@@ -60,13 +59,14 @@ def require_own_weights(model: str) -> None:
 
     transformers compares them as it loads; on the meta device no weight is read.
     """
-    built, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         model,
         device_map="meta",
         ignore_mismatched_sizes=True,
         output_loading_info=True,
         trust_remote_code=False,
     )
+    built, report = loaded
     stacks = {_stack(name) for name in built.state_dict()} - {""}
     # beside its layers a checkpoint may have parts that this model does not use, to see for instance
     ignored = [name for name in report["unexpected_keys"] if _stack(name) in stacks and not name.endswith("inv_freq")]
@@ -143,25 +143,13 @@ def attention(name: str) -> str:
     return name
 
 
-def boundaries(position_ids: Tensor) -> tuple[Tensor, int]:
-    """Where the examples of flattened rows begin and end, and the longest one."""
-    (edges, _), (longest, _) = prepare_fa_kwargs_from_position_ids(position_ids)
-    return edges, int(longest)
-
-
 def with_boundaries(collate: Collator) -> Collator:
     """A collator that adds the boundaries on the CPU: computing them on the GPU would stall it in each layer."""
 
     def collate_with_boundaries(rows: Any) -> Batch:
         batch = collate(rows)
         if "position_ids" in batch:
-            edges, longest = boundaries(batch["position_ids"])
-            batch |= {
-                "cu_seq_lens_q": edges,
-                "cu_seq_lens_k": edges,
-                "max_length_q": longest,
-                "max_length_k": longest,
-            }
+            batch |= packed_inputs(batch["position_ids"])
         return batch
 
     return collate_with_boundaries
@@ -232,6 +220,8 @@ def patch_lora_kernels(trainer: Any) -> int:
     trainer.args.use_liger_kernel = False  # added here: the trainer would put them over the fused layers
     trainer.data_collator = with_boundaries(trainer.data_collator)
     trainer.train_dataset = trainer.train_dataset.with_format("numpy")  # four times as fast as lists
+    if how := hybrid.adapt_layers(trainer.model):
+        print(how)
     if distributed.strategy() == "zero3":  # it gathers a weight when its own layer is called, and not before
         return 0
     repair_precision(trainer.model)
@@ -241,7 +231,6 @@ def patch_lora_kernels(trainer: Any) -> int:
 def patch_model(model: nn.Module, fused: bool) -> int:
     """Give every plain LoRA layer, and every known MLP, its fused forward; how many LoRA layers have one."""
     hardware.keep_4bit_layout(model)
-    hybrid.adapt_layers(model, _replace_forward)
     if fused:
         from transformers.integrations.liger import apply_liger_kernel
 
@@ -249,22 +238,15 @@ def patch_model(model: nn.Module, fused: bool) -> int:
         apply_liger_kernel(model, {"fused_linear_cross_entropy": False, "cross_entropy": False})  # TRL has its own loss
     layers = [part for part in model.modules() if isinstance(part, LoraLayer) and _is_plain(part)]
     for layer in layers:
-        _replace_forward(layer, _linear_forward)
+        replace_forward(layer, _linear_forward)
     for block in model.modules():
         mlp: Any = getattr(block, "mlp", None)
         is_known = type(mlp).__name__ in KNOWN_MLPS and mlp.config.hidden_act in ("silu", "swish")
         if is_known and hasattr(mlp.down_proj, "stock_forward"):
             mlp.fused = fused
             mlp.skips_last = type(block).__name__ in ENDS_WITH_MLP
-            _replace_forward(mlp, _mlp_forward)
+            replace_forward(mlp, _mlp_forward)
     return len(layers)
-
-
-def _replace_forward(part: Any, forward: Callable[..., Tensor]) -> None:
-    """Give a module another forward, unless it has it because this cell ran before."""
-    if not hasattr(part, "stock_forward"):
-        part.stock_forward = part.forward
-        part.forward = types.MethodType(forward, part)
 
 
 def _is_plain(layer: Any) -> bool:

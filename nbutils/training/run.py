@@ -26,7 +26,7 @@ from nbutils.language import tr
 from nbutils.processes import first_signals
 from nbutils.record import Facts, RunFolder
 from nbutils.tracking import Curve, LiveNumbers, best_of, loss_history, validation_history
-from nbutils.training import model, oom, sharding, validation
+from nbutils.training import hybrid, model, oom, sharding, validation
 from nbutils.training import resume as resuming
 
 LAST_SYNC_SECONDS = 15.0  # how long a checkpoint may still be copied to the run folder once another process has died
@@ -139,6 +139,8 @@ class CourseCallback(TrainerCallback):
         chat.check_trainer(trainer, self.dataset)
         sharding.adapt_to_strategy(trainer)
         layers = model.patch_lora_kernels(trainer)
+        if distributed.strategy() in distributed.WHOLE:
+            hybrid.require_rows_apart(trainer.model, trainer.compute_loss_context_manager())
         self.take_over(trainer)
         profile = self.profile
         data = files.read_json(self.run.data / "data_card.json")["fingerprint"]
