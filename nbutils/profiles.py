@@ -77,6 +77,7 @@ def resolve(
     model_name = model or document.profile.model
     meant = models.meant(model_name, places.inputs)
     source = models.reachable(meant.value, online, places.work)
+    models.require_trainable(meant.value, models.config_of(meant.value, source))
     if not source:
         chosen = _bundled_instead(chosen, meant.value, named=profile != "auto" or model != "")
         document = _read("tiny", overrides, gpu)

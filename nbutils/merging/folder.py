@@ -11,7 +11,6 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 from nbutils import files, models
 from nbutils.errors import CourseError
 from nbutils.language import tr
+from nbutils.models import QUANTIZED_SUFFIX, is_quantized
 
 if TYPE_CHECKING:
     import torch
@@ -32,9 +32,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 HEAD = "lm_head.weight"
 TEXT_PART = "language_model."  # in the names of a model that also sees; the text model alone does without
-QUANTIZED_SUFFIX = re.compile(
-    r"[-_](unsloth-)?(bnb-4bit|4bit|8bit|awq|gptq|fp8|gguf|w4a16|w8a8|int4|int8|mlx)\b.*$", re.I
-)
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.py")
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -202,11 +199,6 @@ def model_name(base: str | Path) -> str:
     path = Path(base).absolute()
     cached = re.search(r"/models--([^/]+)", str(path))
     return cached[1].replace("--", "/") if cached else path.name
-
-
-def is_quantized(config: Mapping[str, Any]) -> bool:
-    """Whether a model's config says that its weights are quantized."""
-    return any(config.get(key) for key in ("quantization_config", "compression_config", "quantization"))
 
 
 def weights_fingerprint(model: ModelFolder) -> str:

@@ -136,6 +136,7 @@ from transformers import AutoModelForCausalLM, set_seed
 from nbutils import distributed, training
 
 training.require_unquantized(lesson.model)
+training.require_own_weights(lesson.model)
 set_seed(SEED)
 model = AutoModelForCausalLM.from_pretrained(
     lesson.model,
