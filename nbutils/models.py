@@ -144,8 +144,9 @@ class Shape(Strict):
     def linears(self) -> tuple[tuple[int, Linears], ...]:
         """The linear maps of each kind of layer part, and how many layers have it."""
         parts = [(self.layers, self.mlp_linears), (self.softmax_layers, self.softmax_linears)]
-        if self.linear_attention:
-            parts.append((self.linear_attention.layers, self.linear_attention.linears(self.hidden)))
+        if delta := self.linear_attention:
+            maps = delta.linears(self.hidden)
+            parts.append((delta.layers, maps))
         return tuple(parts)
 
     @property

@@ -142,13 +142,17 @@ def forward_with_reference_code(self: Any, hidden_states: Tensor, cache_params: 
     rows = hidden_states[0].split(lengths)
     batches: dict[int, list[int]] = {}
     for number, length in enumerate(lengths):
-        batches.setdefault(math.ceil(length / CHUNK), []).append(number)
+        chunks = math.ceil(length / CHUNK)
+        batches.setdefault(chunks, []).append(number)
     computed: dict[int, Tensor] = {}
     for numbers in batches.values():
-        out = self.stock_forward(pad_sequence([rows[number] for number in numbers], batch_first=True))
+        alike = [rows[number] for number in numbers]
+        out = self.stock_forward(pad_sequence(alike, batch_first=True))
         for number, states in zip(numbers, out, strict=True):
             computed[number] = states[: lengths[number]]
-    return torch.cat([computed[number] for number in range(len(rows))])[None]
+    in_order = [computed[number] for number in sorted(computed)]
+    together = torch.cat(in_order)
+    return together[None]
 
 
 def forward_with_kernels(self: Any, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
@@ -205,13 +209,21 @@ def _checked_kernels(layer: Any, how: Choice) -> Choice:
     weight = layer.conv1d.weight
     width = layer.in_proj_qkv.in_features
     states = torch.randn(1, sum(EDGES), width, device=weight.device, dtype=weight.dtype, requires_grad=True)
-    edges = torch.tensor([0, *accumulate(EDGES)], device=weight.device, dtype=torch.int32)
+    inputs = [states, *parameters]
+    starts = [0, *accumulate(EDGES)]
+    edges = torch.tensor(starts, device=weight.device, dtype=torch.int32)
 
     def results(forward: Forward) -> Sequence[Tensor]:
         with torch.autocast(weight.device.type, dtype=weight.dtype):
             out = forward(layer, states, cu_seq_lens_q=edges)
-        gradients = torch.autograd.grad(out.float().square().sum(), [states, *parameters], allow_unused=True)
-        return [out.detach(), *(gradient for gradient in gradients if gradient is not None)]
+        loss = out.float().square().sum()
+        gradients = torch.autograd.grad(
+            loss,
+            inputs,
+            allow_unused=True,
+        )
+        used = [gradient for gradient in gradients if gradient is not None]
+        return [out.detach(), *used]
 
     layer.stock_forward = layer.forward
     undo = _use_reference_code(layer)
@@ -234,11 +246,12 @@ def _checked_kernels(layer: Any, how: Choice) -> Choice:
 
 def _use_reference_code(layer: Any) -> Callable[[], None]:
     """Let transformers compute the delta rule by its own code, whatever kernels it has found; what undoes this."""
-    module = sys.modules[type(layer).__module__]
-    found = {name: getattr(module, name) for name in DELTA_RULES}
+    where = type(layer).__module__
+    names = vars(sys.modules[where])
+    found = {name: names[name] for name in DELTA_RULES}
     for name, rule in found.items():
-        setattr(module, name, inspect.unwrap(rule))
-    return partial(vars(module).update, found)
+        names[name] = inspect.unwrap(rule)
+    return partial(names.update, found)
 
 
 def _allow_triton(head_dim: int) -> None:
