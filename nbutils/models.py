@@ -141,13 +141,16 @@ class Shape(Strict):
         return (inner, inner, (self.intermediate, self.hidden))
 
     @property
-    def linears(self) -> tuple[tuple[int, Linears], ...]:
+    def linears(self) -> list[tuple[int, Linears]]:
         """The linear maps of each kind of layer part, and how many layers have it."""
-        parts = [(self.layers, self.mlp_linears), (self.softmax_layers, self.softmax_linears)]
+        parts = [
+            (self.layers, self.mlp_linears),
+            (self.softmax_layers, self.softmax_linears),
+        ]
         if delta := self.linear_attention:
             maps = delta.linears(self.hidden)
             parts.append((delta.layers, maps))
-        return tuple(parts)
+        return parts
 
     @property
     def linear_params(self) -> int:

@@ -205,7 +205,8 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
     if recipe.activation_offloading:
         kept = min(OFFLOAD_STASH, shape.layers) * layer_input
     sizes["activations"] = kept + backward
-    sizes["logits"] = max(0.0, loss_bytes(shape, tokens, number_bytes) - backward)  # before a layer is at work
+    loss = loss_bytes(shape, tokens, number_bytes)
+    sizes["logits"] = max(0.0, loss - backward)  # before a layer is at work
     sizes["workspace"] = SLACK
     if recipe.attn_implementation == "sdpa":  # rows are laid end to end: one long one
         sizes["workspace"] += MASK * tokens**2
