@@ -141,12 +141,16 @@ class Shape(Strict):
         return (inner, inner, (self.intermediate, self.hidden))
 
     @property
-    def linears(self) -> tuple[tuple[int, Linears], ...]:
+    def linears(self) -> list[tuple[int, Linears]]:
         """The linear maps of each kind of layer part, and how many layers have it."""
-        parts = [(self.layers, self.mlp_linears), (self.softmax_layers, self.softmax_linears)]
-        if self.linear_attention:
-            parts.append((self.linear_attention.layers, self.linear_attention.linears(self.hidden)))
-        return tuple(parts)
+        parts = [
+            (self.layers, self.mlp_linears),
+            (self.softmax_layers, self.softmax_linears),
+        ]
+        if delta := self.linear_attention:
+            maps = delta.linears(self.hidden)
+            parts.append((delta.layers, maps))
+        return parts
 
     @property
     def linear_params(self) -> int:
@@ -199,6 +203,19 @@ def course_model(name: str) -> KnownModel | None:
         if name.casefold() in map(str.casefold, names):
             return known
     return None
+
+
+def bundled() -> dict[str, Path]:
+    """The folders of the models that come with the course, by their names; each has a profile of its name."""
+    return {"tiny": files.TINY_MODEL, "tiny_hybrid": files.TINY_HYBRID}
+
+
+def bundled_name(model: str) -> str:
+    """The name of the bundled model that is meant by its name or folder; empty for any other model."""
+    for name, folder in bundled().items():
+        if model in (name, str(folder)):
+            return name
+    return ""
 
 
 def names_like(model: str) -> str:
@@ -274,19 +291,6 @@ def config_of(model: str, source: str) -> dict[str, Any]:
         answer.raise_for_status()
         return dict(answer.json())
     return {}
-
-
-def bundled() -> dict[str, Path]:
-    """The folders of the models that come with the course, by their names; each has a profile of its name."""
-    return {"tiny": files.TINY_MODEL, "tiny_hybrid": files.TINY_HYBRID}
-
-
-def bundled_name(model: str) -> str:
-    """The name of the bundled model that is meant by its name or folder; empty for any other model."""
-    for name, folder in bundled().items():
-        if model in (name, str(folder)):
-            return name
-    return ""
 
 
 def meant(model: str, inputs: Path | None = None) -> Choice:
