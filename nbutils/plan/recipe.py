@@ -217,7 +217,7 @@ def _method(profile: Profile, shape: Shape | None, begun: Begun, losses: BaseLos
     four_bits = profile.quantization.load_in_4bit
     if four_bits and begun.method in METHODS:
         choice = _kept(begun.method)
-    elif losses:
+    elif four_bits and losses:
         choice = _by_losses(losses)
     elif four_bits and not small:
         choice = Choice("qlora", "")  # the comment in the profile says why
