@@ -195,12 +195,13 @@ def out_of_memory(problem: BaseException) -> bool:
 
 
 def free_memory() -> None:
-    """Give back what nobody holds any more, to the GPU as well."""
+    """Give back what nobody holds any more, to the GPU as well; its peak is measured anew from here on."""
     import torch
 
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def keep_4bit_layout(model: Any) -> None:
