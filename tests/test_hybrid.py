@@ -134,7 +134,7 @@ def test_rows_that_see_each_other_are_found_and_refused(monkeypatch: pytest.Monk
 
 
 def test_transformers_alone_computes_no_packed_rows() -> None:
-    """If this fails, transformers keeps rows apart by itself, and `forward_with_reference_code` has nothing to do any more."""
+    """If this fails, transformers keeps rows apart by itself, and the forwards of ours have nothing to do any more."""
     first, second = random_rows((40, 30))
     model = hybrid_model()
     alone, _ = step(model, [batch_of([first]), batch_of([second])])
