@@ -169,10 +169,12 @@ def tensor_parallel(folder: Path, gpus: int) -> int:
     names = [name for name in DIVIDED_HEADS if name in config]
     heads = [int(config[name]) for name in names]
     kv_heads = int(config.get("num_key_value_heads") or heads[0])
-    size = gpus
-    while math.gcd(size, *heads) < size or (kv_heads % size and size % kv_heads):
-        size -= 1
-    return size
+    for size in range(gpus, 1, -1):
+        even = math.gcd(size, *heads) == size
+        kv_shared = math.gcd(size, kv_heads) in (size, kv_heads)
+        if even and kv_shared:
+            return size
+    return 1
 
 
 def normalize(flags: Mapping[str, Any]) -> Flags:
