@@ -77,6 +77,7 @@ def texts_in_data() -> set[str]:
         display,
         distributed,
         hardware,
+        models,
         notices,
         parity,
         plan,
@@ -100,6 +101,7 @@ def texts_in_data() -> set[str]:
     for one in platforms.table().values():
         texts |= {one.limits, one.gpu_todo, one.hub_todo, one.keep_todo, *one.keep.values()}
     texts |= {text for name in config.names() for text in config.read(name).reasons.values()}
+    texts |= {entry.reason for entry in models.not_trained().values()}
     texts |= {text for gpu in gpus.every() for text in (gpu.note, gpu.price_from)} | {*profiles.ORIGINS.values()}
     forecast = plan.of_options(gpus.find("T4"), {})
     texts |= {*forecast.parts, *forecast.disk_gib, *plan.fits_table(["T4"])[0]}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -31,7 +32,7 @@ VISION = {"depth": 12, "hidden_size": 768, "intermediate_size": 3072, "num_heads
 
 def empty_model(shape: Shape, **tokens: int | None) -> PreTrainedModel:
     """A model of this shape with transformers' initial weights: a Qwen2, or a Qwen3.5 with its vision weights."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": shape.hidden, "intermediate_size": shape.intermediate, "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "vocab_size": shape.vocab,
         "max_position_embeddings": 32768, "tie_word_embeddings": shape.tied, **tokens,

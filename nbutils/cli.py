@@ -12,7 +12,7 @@ import click
 from click import argument, option
 
 # the other rooms load numpy
-from nbutils import checkpoints, course, display, distributed, doctor, install, plan, record, sharing
+from nbutils import checkpoints, course, display, distributed, doctor, hardware, install, plan, record, sharing
 from nbutils.errors import CourseError
 from nbutils.language import print_whatever, printable, tr
 
@@ -127,6 +127,9 @@ def install_packages() -> None:
     """Install what the lessons need and this Python lacks; its torch and CUDA stay as they are."""
     install.ensure("train")
     install.ensure("serve")
+    gpu = hardware.gpu()
+    if gpu and gpu.capability >= hardware.BF16_FROM:
+        install.ensure("kernels")
     print(tr("Everything the lessons need is installed."))
 
 

@@ -29,6 +29,8 @@ def fetch_inputs(model: str, data: str, profile: str) -> None:
     remote = not Path(folder).is_absolute()
     hub_dataset = read.hub_dataset(data)
     _prepare_network(platform, probe=remote or hub_dataset is not None)
+    source = "modelscope" if network.chosen() == "modelscope" else "network"
+    models.require_trainable(folder, models.config_of(folder, source))
     if remote:
         folder = fetch_model(folder, folders.work)
     print(tr("model     {folder} ({reason})", folder=folder, reason=choice.reason))

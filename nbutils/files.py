@@ -30,6 +30,7 @@ CONFIGS = _COURSE / "configs"
 SAMPLES = _COURSE / "data_samples"
 NOTEBOOKS = _COURSE / "notebooks"
 TINY_MODEL = SAMPLES / "tiny_base"
+TINY_HYBRID = SAMPLES / "tiny_hybrid"
 
 GIB = 2**30
 CHUNK = 2**22  # bytes read or written at a time

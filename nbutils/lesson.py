@@ -28,6 +28,7 @@ from nbutils.errors import CourseError, Unfinished
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
 from nbutils.hardware import GPU
 from nbutils.language import language, print_whatever, tr
+from nbutils.plan.forecast import known_shape
 from nbutils.plan.recipe import BaseLosses, Begun
 from nbutils.platforms import Folders, Platform
 from nbutils.profiles import Resolved
@@ -264,12 +265,27 @@ def begin(stem: str, namespace: Facts) -> Lesson:
             display.pyplot()  # the figures that a lesson draws by itself are in Chinese too
         machine = find_machine(parameters, test_gpu=stem not in GPU_UNTESTED)
         run, resolved = open_run(parameters, machine)
+        install_for(resolved)
         work.set_lesson(stem, run)
     lesson = Lesson(
         **vars(machine), stem=stem, parameters=values, resolved=resolved, run=run, started=started, work=work
     )
     _introduce(lesson)
     return lesson
+
+
+def install_for(resolved: Resolved) -> None:
+    """Install what a hybrid model needs beyond the others; without its kernels it is trained all the same."""
+    shape = known_shape(resolved.model)
+    if shape is None or shape.linear_attention is None:
+        return
+    install.ensure("hybrid")
+    gpu = resolved.gpu
+    if gpu and gpu.capability >= hardware.BF16_FROM:
+        try:
+            install.ensure("kernels")
+        except CourseError as problem:
+            print(f"[WARN] {problem}")
 
 
 def _prepare_process(stem: str) -> None:
@@ -296,7 +312,7 @@ def _introduce(lesson: Lesson) -> None:
             folder=lesson.run.path,
         )
     )
-    if lesson.parameters.get("DATA") and models.is_tiny(resolved.model):
+    if lesson.parameters.get("DATA") and models.bundled_name(resolved.model):
         print(tr('[WARN] the tiny model learns only its sample task: PROFILE "laptop" is for rows of your own'))
     if distributed.strategy():
         strategy = distributed.strategy_name(str(resolved.profile.method))
@@ -363,7 +379,7 @@ def find_machine(parameters: RunParameters, test_gpu: bool = True) -> Machine:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     print(tr("platform  {name} ({evidence})", name=platform.name, evidence=tr(platform.evidence)))
     # without a GPU, `auto` takes the bundled model: no hub is needed
-    is_bundled = parameters.profile in ("auto", "tiny") and not parameters.model
+    is_bundled = parameters.profile in ("auto", *models.bundled()) and not parameters.model
     if line := platforms.prepare_network(platform, probe=gpu is not None or not is_bundled):
         print(line)
     if platform.name == "colab":
@@ -440,7 +456,8 @@ def unfinished_run(keep: Path) -> str:
         with suppress(CourseError):  # a run with an invalid facts.json is passed over
             facts = record.load_facts(run.facts)
             finished = facts.trained.planned_steps and facts.trained.ended
-            if facts.by_auto and facts.profile != "tiny" and not finished and _has_checkpoint(run.checkpoints):
+            needs_gpu = facts.profile not in models.bundled()
+            if facts.by_auto and needs_gpu and not finished and _has_checkpoint(run.checkpoints):
                 print(
                     tr(
                         "run {run} was begun here and is not finished: it goes on. PROFILE or RUN_NAME begins another.",
@@ -514,7 +531,7 @@ def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
     facts = record.load_facts(run.facts)
     model = facts.model
     profile = facts.profile_source
-    knows_model = model in ("", parameters.model) or models.is_tiny(model) or models.course_model(model)
+    knows_model = model in ("", parameters.model) or models.bundled_name(model) or models.course_model(model)
     if not knows_model or profile not in ("", parameters.profile, *profiles.names()):
         raise CourseError(
             tr(

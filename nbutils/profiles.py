@@ -87,6 +87,7 @@ def resolve(
     model_name = model or document.profile.model
     meant = models.meant(model_name, places.inputs)
     source = models.reachable(meant.value, online, places.work)
+    models.require_trainable(meant.value, models.config_of(meant.value, source))
     if not source:
         chosen = _bundled_instead(chosen, meant.value, named=profile != "auto" or model != "")
         document = _read("tiny", overrides, gpu)
@@ -137,11 +138,12 @@ def _choose_profile(profile: str, model: str, gpu: GPU | None, platform: Platfor
     """The profile that is named, or what `auto` takes here."""
     if profile != "auto":
         return Choice(profile, tr("parameter PROFILE"))
-    if gpu is None or models.is_tiny(model):
+    bundled = models.bundled_name(model)
+    if gpu is None or bundled:
         text = tr(
             "auto: the bundled tiny model, as it is named or there is no GPU ({platform})", platform=platform.name
         )
-        return Choice("tiny", text)
+        return Choice(bundled or "tiny", text)
     text = tr("auto: {platform} with {gpu}", platform=platform.name, gpu=gpu)
     return Choice(gpus.profile_for(gpu), text)
 
@@ -181,7 +183,7 @@ def fit(resolved: Resolved, rows: Rows | None, losses: BaseLosses | None = None)
     as_written = resolved.as_written
     shape = known_shape(as_written.model)
     decided = choose(as_written, rows, shape, distributed.world_size(), resolved.begun, losses)
-    decided |= _by_machine(as_written, resolved.gpu)
+    decided |= _by_machine(as_written, resolved.gpu, shape)
     decided |= _by_plan(apply(as_written, decided), as_written, shape, resolved.gpu, rows)
     profile = apply(as_written, decided)
     choices = dict(resolved.choices)
@@ -196,11 +198,14 @@ def fit(resolved: Resolved, rows: Rows | None, losses: BaseLosses | None = None)
     )
 
 
-def _by_machine(as_written: Profile, gpu: GPU | None) -> Choices:
+def _by_machine(as_written: Profile, gpu: GPU | None, shape: Shape | None) -> Choices:
     """What the GPU, or its absence, decides."""
+    dtype = hardware.dtype(gpu)
+    if dtype.value == "float16" and shape and shape.linear_attention:
+        dtype = Choice("float32", tr("the gradients of Gated DeltaNet layers overflow in float16, all this GPU has"))
     exact = as_written.from_pretrained.dtype == "float32"  # FlashAttention needs 16 bits
     by_gpu = {
-        "from_pretrained.dtype": hardware.dtype(gpu),
+        "from_pretrained.dtype": dtype,
         "from_pretrained.attn_implementation": hardware.attention(None if exact else gpu),
         "sft.use_liger_kernel": hardware.liger(gpu),
     }

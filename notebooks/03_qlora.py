@@ -109,6 +109,7 @@ print(chat.check_contract(dataset))
 from nbutils import evaluation, training
 
 training.require_unquantized(lesson.model)
+training.require_own_weights(lesson.model)
 losses = evaluation.base_losses(lesson.begun(), dataset, eval_rows)
 
 # %% [markdown]

@@ -7,14 +7,34 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Glm4Config, PretrainedConfig, Qwen2Config, Qwen3Config
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3Config,
+)
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 161, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
 CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "glm4": Glm4Config}
+SEEING: dict[str, Any] = {  # hybrid text layers, with a vision model beside them
+    "text_config": SHAPE | {
+        "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "mamba_ssm_dtype": "float32",
+    },
+    "vision_config": {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+    },
+    "image_token_id": 157, "video_token_id": 158, "vision_start_token_id": 159, "vision_end_token_id": 160,
+}  # fmt: skip
+PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 PROMPT = torch.arange(3, 19)[None]
 
 
@@ -28,6 +48,28 @@ def make_base(folder: Path, kind: str = "qwen2", tied: bool = False, dtype: str 
             if name.endswith("bias"):
                 weight.normal_(0, 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(folder, **({"max_shard_size": shards} if shards else {}))
+    return folder
+
+
+def make_seeing_base(folder: Path, tied: bool = False, **saving: Any) -> Path:
+    """A random model of Qwen3.5's kind, stored as the real ones are: 16 bits, with some weights in float32.
+
+    It has vision weights (here of both kinds), a layer for predicting several tokens, and files of a processor.
+    """
+    torch.manual_seed(7)
+    text = SEEING["text_config"] | {"tie_word_embeddings": tied}
+    config = Qwen3_5Config(**SEEING | {"text_config": text}, tie_word_embeddings=tied)
+    Qwen3_5ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder, **saving)
+    file = sorted(folder.glob("*.safetensors"))[-1]
+    stored = load_file(file)
+    for name, weight in stored.items():
+        if name.endswith(("A_log", "linear_attn.norm.weight", "merger.linear_fc1.weight")):
+            stored[name] = torch.randn_like(weight, dtype=torch.float32)
+    stored["mtp.layers.0.mlp.up_proj.weight"] = torch.randn(96, 64, dtype=torch.bfloat16)
+    save_file(stored, file, {"format": "pt"})
+    for name in PROCESSOR_FILES:
+        (folder / name).write_text(f'{{"of": "{name}"}}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 
 

@@ -248,6 +248,11 @@ def called_with(arguments: Any) -> dict[str, Any]:
     return {"messages": [ASKED, {**CALLED, "tool_calls": [call]}]}
 
 
+def asked_with(part: dict[str, Any]) -> dict[str, Any]:
+    """A question in parts, as models that see are asked."""
+    return {**ASKED, "content": [{"type": "text", "text": "What is this?"}, part]}
+
+
 def with_answer(answer: Any) -> dict[str, Any]:
     return {"question": "a", "answer": answer}
 
@@ -284,13 +289,30 @@ DEEP_LIST = json.loads("[" * 900 + "]" * 900)
     ({"messages": [ASKED, CALLED, ASKED, ANSWERED]}, "role_order", "messages[2]"),
     ({"messages": [ASKED, CALLED, RESULT]}, "no_assistant", "messages[2]"),
     ({"messages": [ASKED, {"role": "system", "content": "a"}, ANSWERED]}, "role_order", "messages[1]"),
-    ({"messages": [{**ASKED, "content": [{"type": "image_url"}]}, ANSWERED]}, "wrong_type", "messages[0].content"),
+    ({"messages": [asked_with({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}), ANSWERED]},
+     "unsupported_field", "messages[0].content"),
+    ({"messages": [asked_with({"type": "image"}), ANSWERED], "images": []}, "unsupported_field", "messages[0].content"),
+    ({"messages": [asked_with({"image": "a.png"}), ANSWERED]}, "unsupported_field", "messages[0].content"),
+    ({"messages": [asked_with({"type": "text", "text": "b", "image": None}), ANSWERED]}, "wrong_type",
+     "messages[0].content"),
+    ({"messages": [{**ASKED, "content": "<image>What is this?"}, ANSWERED], "images": ["a.jpg"]}, "unsupported_field",
+     "images"),
+    ({"conversations": [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "A bus."}],
+      "image": "train2017/000000033471.jpg"}, "unsupported_field", "image"),
     ({"messages": [ASKED, {**ANSWERED, "content": "", "reasoning_content": "hm"}]}, "empty", "messages[1]"),
 ])  # fmt: skip
 def test_rules_of_a_row(raw: Any, kind: str, field: str) -> None:
     problem = data.problems_of(raw)[0]
     assert problem.kind == kind
     assert problem.field == field
+
+
+@pytest.mark.parametrize("question", ["<image>What is this?", "Describe <video> and <audio>"])
+def test_a_mapping_does_not_hide_an_image_of_which_the_text_speaks(question: str) -> None:
+    raw = {"text": question, "label": "A bus.", "image": "bus.jpg"}
+    [problem] = data.problems_of(raw, "user=text, assistant=label")
+    assert (problem.kind, problem.field) == ("unsupported_field", "image")
+    assert data.problems_of(raw | {"text": "A red bus, second hand"}, "user=text, assistant=label") == []
 
 
 def test_a_mapping_joins_columns_and_ignores_the_rest() -> None:

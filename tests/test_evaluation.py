@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from array import array
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import merge_models
 import numpy as np
 import pytest
 import torch
@@ -101,6 +103,40 @@ def test_an_answer_is_the_same_alone_in_a_batch_and_with_a_static_cache(tiny: Ti
         assert answer.stopped
         assert answer.token_ids[-1] in stops
         assert generated[: len(answer.token_ids)] == answer.token_ids
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The text model of a random hybrid one whose weights are large enough to say something."""
+    model = merge_models.load(merge_models.make_seeing_base(tmp_path_factory.mktemp("hybrid") / "base")).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 2:
+                weight.mul_(4)
+    return model
+
+
+LENGTHS = (9, 3, 70, 1)
+
+
+def test_a_hybrid_model_answers_the_same_alone_in_a_batch_and_with_a_static_cache(hybrid: Any) -> None:
+    prompts = [list(range(20, 20 + length)) for length in LENGTHS]
+    alone = [inference.generate_ids(hybrid, [prompt], 12, [1])[0] for prompt in prompts]
+    assert len({tuple(answer) for answer in alone}) == len(prompts)
+    assert inference.generate_ids(hybrid, prompts, 12, [1]) == alone
+    with torch.inference_mode():
+        assert inference.decode(hybrid, prompts, 12, [1]) == alone
+
+
+def test_a_hybrid_model_has_the_same_losses_alone_and_in_a_batch(hybrid: Any) -> None:
+    examples = []
+    for row, length in enumerate(LENGTHS, 1):
+        ids = array("i", range(20, 21 + length))
+        examples.append(chat.Example(row, (), ids, b"\0" + b"\1" * length, [1], [1]))
+    alone = [inference.example_losses(hybrid, [example])[0] for example in examples]
+    assert [tokens for _, tokens in alone] == list(LENGTHS)
+    for (expected, _), (loss, _) in zip(alone, inference.example_losses(hybrid, examples), strict=True):
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_answer_that_gets_too_few_tokens_is_cut_and_says_so(tiny: Tiny, prompts: Any) -> None:

@@ -133,6 +133,115 @@ def test_the_dequantized_base_is_what_bitsandbytes_trains_on(settings: Any, base
     assert not merge(base, adapter, tmp_path / "out").reused  # onto the full base it is another model
 
 
+@pytest.fixture(scope="module")
+def seeing_of(tmp_path_factory: pytest.TempPathFactory) -> Bases:
+    """Models that also see by their settings, each made once; tests only read them."""
+    made = tmp_path_factory.mktemp
+    return functools.cache(lambda **settings: models.make_seeing_base(made("seeing") / "base", **settings))
+
+
+def in_text_model(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint that the text model loads, by its names, all in 16 bits."""
+    stored = {name: weight for name, weight in models.weights(folder).items() if "mtp" not in name}
+    text = {name: weight for name, weight in stored.items() if "visual" not in name}
+    return {name.replace("language_model.", ""): weight.bfloat16() for name, weight in text.items()}
+
+
+SEEING_CASES: dict[str, dict[str, Any]] = {
+    "plain": {}, "dora": {"use_dora": True}, "saved": {"modules_to_save": ["lm_head", "norm"], "bias": "all"},
+    "output layer": {"target_modules": ["lm_head", "in_proj_a"]}, "embedding": {"modules_to_save": ["embed_tokens"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("case", SEEING_CASES)
+def test_of_a_model_that_also_sees_only_the_text_model_changes(
+    case: str, tied: bool, seeing_of: Bases, tmp_path: Path
+) -> None:
+    base = seeing_of(tied=tied)
+    adapter = models.make_adapter(base, tmp_path / "adapter", **SEEING_CASES[case])
+    report = merge(base, adapter, tmp_path / "out", dtype="bfloat16")
+    assert report.merged and report.untied == (tied and case not in ("plain", "dora"))
+    apart = models.untied_copy(base, tmp_path / "untied") if report.untied else base
+    theirs = models.merged_by_peft(apart, adapter, dtype="bfloat16")
+    if tied and not report.untied:
+        del theirs["lm_head.weight"]
+    assert_same_bits(in_text_model(tmp_path / "out"), theirs)
+    before, after = models.weights(base), models.weights(tmp_path / "out")
+    assert after.keys() == before.keys() | ({"lm_head.weight"} if report.untied else set())
+    beside = [name for name in before if "visual" in name or "mtp" in name]
+    assert {before[name].dtype for name in beside} == {torch.bfloat16, torch.float32}
+    assert_same_bits({name: after[name] for name in beside}, {name: before[name] for name in beside})
+    assert all(after[name].dtype == before[name].dtype for name in before)  # float32 stays float32
+    assert "all as written" in merging.prove(base, adapter, tmp_path / "out")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_merged_model_that_also_sees_is_loaded_as_what_it_was(tied: bool, seeing_of: Bases, tmp_path: Path) -> None:
+    from transformers import Qwen3_5ForConditionalGeneration
+
+    base, out = seeing_of(tied=tied, max_shard_size="200KB"), tmp_path / "out"
+    settings = {"modules_to_save": ["lm_head"]} if tied else {}
+    adapter = models.make_adapter(base, tmp_path / "adapter", **settings)
+    merge(base, adapter, out, dtype="float32")
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"] and config["dtype"] == "float32"
+    assert len(list(out.glob("*.safetensors"))) > 1
+    for name in (*models.PROCESSOR_FILES, "chat_template.jinja"):
+        assert (out / name).read_bytes() == (base / name).read_bytes()
+    before, after = models.weights(base), models.weights(out)
+    vision = [name for name in before if "visual" in name]
+    assert_same_bits({name: after[name] for name in vision}, {name: before[name] for name in vision})
+    text = models.load(out)
+    whole = Qwen3_5ForConditionalGeneration.from_pretrained(out, dtype="float32")
+    assert type(text).__name__ == "Qwen3_5ForCausalLM"
+    assert torch.equal(models.logits(text), models.logits(whole))
+    assert (models.logits(text) - models.logits(models.with_adapter(base, adapter))).abs().max() < 1e-4
+
+
+def test_of_a_model_that_also_sees_the_text_model_is_dequantized(seeing_of: Bases, tmp_path: Path) -> None:
+    base = seeing_of(tied=True)
+    adapter = models.make_adapter(base, tmp_path / "adapter")
+    seen = models.in_4_bits(base, tmp_path / "seen", bnb_4bit_quant_type="nf4")
+    merge(base, adapter, tmp_path / "out", onto="dequantized")
+    theirs = models.merged_by_peft(seen, adapter, dtype="bfloat16")
+    del theirs["lm_head.weight"]
+    assert_same_bits(in_text_model(tmp_path / "out"), theirs)
+    merging.prove(base, adapter, tmp_path / "out", onto="dequantized")
+
+
+def test_weights_of_a_model_that_also_sees_are_read_by_their_names_in_the_text_model(seeing_of: Bases) -> None:
+    base = seeing_of()
+    stored = models.weights(base)["model.language_model.layers.3.self_attn.q_proj.weight"]
+    assert torch.equal(merging.read_weight(base, "model.layers.3.self_attn.q_proj.weight"), stored.float())
+
+
+def test_an_adapter_for_the_whole_of_a_model_that_also_sees_is_merged(seeing_of: Bases, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3_5ForConditionalGeneration
+
+    base = seeing_of()
+    torch.manual_seed(1)
+    whole = Qwen3_5ForConditionalGeneration.from_pretrained(base, dtype="float32")
+    tuned = get_peft_model(whole, LoraConfig(r=4, target_modules=["q_proj", "qkv"], init_lora_weights=False))
+    tuned.save_pretrained(tmp_path / "adapter")
+    assert merge(base, tmp_path / "adapter", tmp_path / "out", dtype="float32").merged == 2
+    theirs = tuned.merge_and_unload().state_dict()
+    ours = models.weights(tmp_path / "out")
+    for name in ("language_model.layers.3.self_attn.q_proj", "visual.blocks.0.attn.qkv"):
+        expected = theirs[f"model.{name}.weight"]
+        assert torch.equal(ours[f"model.{name}.weight"], expected.to(ours[f"model.{name}.weight"].dtype))
+
+
+def test_an_adapter_of_another_model_does_not_fit_one_that_also_sees(
+    home: Path, seeing_of: Bases, tmp_path: Path
+) -> None:
+    adapter = models.make_adapter(home / "base", tmp_path / "adapter")
+    with refused("fits no weight of the base"):
+        merge(seeing_of(), adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 TUNED = "model.layers.1.self_attn.v_proj.weight"
 COPIED = "model.norm.weight"
 

@@ -7,10 +7,16 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from support import ROOT, refused
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5TextConfig
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5VisionModel
 
 from nbutils import display, files, models, plan, platforms, profiles
 from nbutils.cli import app
@@ -232,7 +238,84 @@ def test_a_model_that_is_neither_known_nor_downloaded_is_refused(tmp_path: Path,
 def test_the_size_of_a_model_is_the_one_its_shape_has(name: str) -> None:
     model = models.known_models()[name]
     assert model.name == name
-    assert model.params / 1e9 == pytest.approx(model.billions, rel=0.01)
+    assert model.stored_params / 1e9 == pytest.approx(model.billions, rel=0.01)
+
+
+HYBRID = {  # Qwen3.5-9B in small
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "vocab_size": 3072,
+    "tie_word_embeddings": True,
+}
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 16}
+
+
+def text_config(shape: models.Shape) -> dict[str, Any]:
+    """The part of a config.json that a hybrid shape was read from."""
+    linear = shape.linear_attention
+    assert linear
+    sizes = linear.model_dump(exclude={"layers"})
+    return {f"linear_{name}": value for name, value in sizes.items()} | {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": shape.tied,
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [HYBRID, HYBRID | {"tie_word_embeddings": False}, text_config(find_shape("Qwen3.5-9B"))],
+    ids=["tied", "untied", "9B"],
+)
+def test_a_hybrid_shape_has_the_parameters_that_transformers_builds(text: dict, tmp_path: Path) -> None:
+    config = Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=text["tie_word_embeddings"])
+    config.save_pretrained(tmp_path)  # as the hub has it: the text model's sizes are below text_config
+
+    shape = find_shape(str(tmp_path))
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape.params == model.num_parameters()
+    assert shape.softmax_layers == config.text_config.layer_types.count("full_attention")
+    quantized = [part for name, part in model.named_modules() if isinstance(part, nn.Linear) and name != "lm_head"]
+    assert shape.linear_params == sum(part.weight.numel() for part in quantized)
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-0.8B", "Qwen3.6-27B"])
+def test_what_a_checkpoint_has_beside_the_text_model_is_counted(name: str) -> None:
+    shape = find_shape(name)
+    towers = {"Qwen3.5-0.8B": (12, 768, 12, 3072), "Qwen3.6-27B": (27, 1152, 16, 4304)}
+    depth, hidden, heads, intermediate = towers[name]
+    config = Qwen3_5VisionConfig(
+        depth=depth,
+        hidden_size=hidden,
+        num_heads=heads,
+        intermediate_size=intermediate,
+        out_hidden_size=shape.hidden,
+        num_position_embeddings=2304,
+        patch_size=16,
+    )
+    one_layer = Qwen3_5TextConfig(**text_config(shape) | {"num_hidden_layers": 1, "layer_types": ["full_attention"]})
+    with torch.device("meta"):
+        vision = Qwen3_5VisionModel(config)
+        layer = Qwen3_5DecoderLayer(one_layer, 0)
+    stored = [*vision.parameters(), *layer.parameters()]
+    mapped = 2 * shape.hidden**2 + 3 * shape.hidden  # of mtp: a map from two states to one, and norms
+    assert shape.other_params == sum(weight.numel() for weight in stored) + mapped
 
 
 @pytest.mark.parametrize(
@@ -241,7 +324,6 @@ def test_the_size_of_a_model_is_the_one_its_shape_has(name: str) -> None:
         {"hidden_size": None},
         {"num_hidden_layers": 10**300},
         {"vocab_size": "many"},
-        {"num_experts": 64},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -249,6 +331,34 @@ def test_a_config_without_sizes_or_of_another_architecture_is_refused(tmp_path: 
     folder = model_folder(tmp_path / "mine", **changes)
     with refused("The shape of"):
         find_shape(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_experts": 64},
+        {"text_config": {"num_experts": 64, "hidden_size": 2048, "num_hidden_layers": 40}},
+        {"quantization_config": {"quant_method": "fp8"}},
+    ],
+    ids=["experts", "experts that see", "fp8"],
+)
+def test_a_config_of_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, changes: dict) -> None:
+    with refused("cannot be trained by this course", "Set MODEL to "):
+        find_shape(model_folder(tmp_path / "mine", **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("Qwen3.5-35B-A3B", "Qwen3.5-27B"),
+        ("unsloth/gpt-oss-20b", "Qwen3-14B"),
+        ("Qwen/Qwen3.5-9B-FP8", "Qwen3.5-9B"),
+        ("someone/anything-GPTQ-Int4", "the one without"),
+    ],
+)
+def test_the_plan_names_the_nearest_model_to_one_that_cannot_be_trained(name: str, instead: str) -> None:
+    with refused("cannot be trained by this course", f"Set MODEL to {instead}"):
+        plan.answer(gpu="H200", model=name)
 
 
 def test_a_damaged_config_is_refused(tmp_path: Path) -> None:
@@ -403,7 +513,7 @@ def test_the_example_shows_what_adds_up_its_price_and_how_far_to_trust_it(gpu: G
 
 
 def test_few_rows_get_many_small_steps() -> None:
-    answer = planned("--gpu", "4090", "--rows", "84", "--mean-length", "109")
+    answer = planned("--gpu", "4090", "--model", "Qwen2.5-7B", "--rows", "84", "--mean-length", "109")
     assert answer["steps"] == 55
     assert answer["examples_per_step"] == 8.0
     assert answer["epochs"] == 5.0
@@ -776,7 +886,7 @@ def test_lesson_06_sends_half_the_weights_twice_in_each_of_two_micro_steps(capsy
 
 def test_without_a_gpu_lesson_06_calculates_for_a_rented_one() -> None:
     names = lesson_06()
-    assert names["shape"].name == "Qwen2.5-7B"
+    assert names["shape"].name == "Qwen3.5-9B"
     assert names["forecast"].gpu.name == "RTX 4090"
     assert lesson_06(a_comparison())["rate"] == names["rate"], "a CPU says nothing of a rented GPU"
 

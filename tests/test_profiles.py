@@ -23,7 +23,7 @@ from nbutils.serving import engine
 Patch = pytest.MonkeyPatch
 Altered = Callable[..., str]
 COURSE = {
-    "tiny", "laptop", "t4_16gb", "ampere_24gb", "ampere_40gb", "hopper_80gb", "hopper_141gb",
+    "tiny", "tiny_hybrid", "laptop", "t4_16gb", "ampere_24gb", "ampere_40gb", "hopper_80gb", "hopper_141gb",
     "lora_20k", "lora_50k", "lora_100k", "paper_r64", "pretrained_r320",
 }  # fmt: skip
 KAGGLE = Platform("kaggle", "a test says so")
@@ -92,7 +92,7 @@ def altered(tmp_path: Path) -> Altered:
 def test_every_profile_reads_as_a_manual(name: str) -> None:
     document = config.read(name)
     text = document.file.read_text(encoding="utf-8")
-    assert document.profile.model in {"tiny", *models.known_models()}
+    assert document.profile.model in {*models.bundled(), *models.known_models()}
     assert sorted(document.reasons) == sorted(config.keys()), "every value has its reason beside it"
     assert text.startswith(f"# {name}: ")
     assert max(map(len, text.splitlines())) <= 120
@@ -731,6 +731,45 @@ def test_whoever_sets_epochs_is_not_stopped_by_the_steps_of_the_profile() -> Non
     both = resolve("tiny", text="sft.num_train_epochs=2.0, sft.max_steps=7").profile.sft
     assert both.num_train_epochs == 2.0
     assert both.max_steps == 7
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-14B-AWQ"])
+def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_fetched(name: str, monkeypatch: Patch) -> None:
+    monkeypatch.setattr("requests.get", never)
+    with refused("cannot be trained by this course", "Set MODEL to Qwen3-14B."):
+        resolve("ampere_24gb", name, RTX)
+
+
+@pytest.mark.parametrize("source", ["hub", "modelscope"])
+@pytest.mark.parametrize("settings", [{"num_experts": 8}, {"quantization_config": {"quant_method": "fp8"}}])
+def test_of_a_model_nobody_knows_the_config_alone_is_fetched_and_judged(
+    source: str, settings: dict[str, Any], monkeypatch: Patch
+) -> None:
+    sizes = {"hidden_size": 2560, "num_hidden_layers": 36}
+    hub = Hub("some/model", {"config.json": json.dumps(sizes | settings).encode(), "model.safetensors": b"weights"})
+    monkeypatch.setenv("NBUTILS_MIRROR", source)
+    monkeypatch.setenv("HF_ENDPOINT" if source == "hub" else "UNUSED", hub.url)
+    monkeypatch.setitem(network.SOURCES, "modelscope", hub.url)
+    if source == "hub":
+        monkeypatch.setenv(network.FOUND, "hub")  # the endpoint is not the learner's own
+    with refused("cannot be trained by this course"):
+        resolve("ampere_24gb", "some/model", RTX)
+    [asked] = hub.asked
+    assert "config.json" in asked
+    hub.shutdown()
+
+
+def test_what_cannot_be_trained_hides_nothing_that_can() -> None:
+    for start, entry in models.not_trained().items():
+        assert entry.instead in models.known_models()
+        assert not [name for name in models.known_models() if name.casefold().startswith(start.casefold())]
+    for known in models.known_models().values():
+        models.require_trainable(known.hub, {})
+
+
+def test_a_name_that_begins_several_is_answered_with_these() -> None:
+    with refused("Unknown model 'Qwen3.5'", "Set MODEL to Qwen3.5-0.8B, Qwen3.5-2B, "):
+        resolve("ampere_24gb", "Qwen3.5", RTX)
 
 
 def test_set_may_name_the_model() -> None:

@@ -29,6 +29,7 @@ import wandb
 from datasets import Dataset, concatenate_datasets
 from filelock import FileLock, Timeout
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from support import ROOT, refused, wait_for
 from torch import nn
 from torch.nn import functional
@@ -38,6 +39,8 @@ from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
     EarlyStoppingCallback,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     TrainerCallback,
 )
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
@@ -318,6 +321,71 @@ def test_a_base_that_is_quantized_already_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with refused(f"config.json of {tmp_path!s} says that"):
         lora.require_unquantized(str(tmp_path))
+
+
+def base_copy(folder: Path, **changes: Any) -> str:
+    """The bundled model with some values of its config.json replaced."""
+    shutil.copytree(files.TINY_MODEL, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"num_hidden_layers": 8, "layer_types": None}, "model.layers.6.input_layernorm.weight is missing"),
+        ({"num_hidden_layers": 4, "layer_types": None}, "model.layers.4.input_layernorm.weight is stored, and has no"),
+        ({"hidden_size": 128}, "model.embed_tokens.weight is stored as [3072, 256], not [3072, 128]"),
+        ({"model_type": "llama"}, "model.layers.0.self_attn.k_proj.bias is stored, and has no place"),
+        ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
+    ],
+    ids=["fewer layers", "more layers", "width", "family", "untied"],
+)
+def test_weights_of_another_model_than_the_config_describes_are_refused(
+    changes: dict[str, Any], seen: str, tmp_path: Path
+) -> None:
+    folder = base_copy(tmp_path / "base", **changes)
+    with refused(f"The safetensors files of {folder} do not fit its config.json: {seen}"):
+        lora.require_own_weights(folder)
+
+
+def test_a_whole_checkpoint_fits_its_config_also_one_that_sees(tmp_path: Path) -> None:
+    lora.require_own_weights(base_copy(tmp_path / "tied"))
+    text = hybrid_config(layers=4)
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 16}
+    config = Qwen3_5Config(text_config=text, vision_config=vision | {"out_hidden_size": 64}, tie_word_embeddings=True)
+    model = Qwen3_5ForConditionalGeneration(config)
+    folder = tmp_path / "sees"
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    assert any(name.startswith("model.visual.") for name in weights)
+    weights["mtp.layers.0.mlp.up_proj.weight"] = torch.zeros(2)  # as in Qwen3.5
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    lora.require_own_weights(str(folder))
+
+    del weights["model.language_model.layers.3.self_attn.q_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with refused("model.layers.3.self_attn.q_proj.weight is missing"):
+        lora.require_own_weights(str(folder))
+
+
+def hybrid_config(layers: int) -> dict[str, Any]:
+    """The text part of the config of a very small Qwen3.5."""
+    return {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "vocab_size": 3072,
+        "tie_word_embeddings": True,
+    }
 
 
 def packed_row(examples: list[list[int]]) -> dict[str, Any]:

@@ -42,6 +42,8 @@ KINDS: dict[str, Kind] = {  # of pydantic's errors; the others are a wrong type
     "value_error": "malformed_json",
     "too_short": "empty",
 }
+MEDIA = TABLE["media"]
+PLACEHOLDER = re.compile("<(image|video|audio)>")  # in a text, of what another column holds
 _BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 Json = dict[str, Any]  # an object of JSON: a row, a message, a tool, a report
 Columns = tuple[str, ...]
@@ -173,7 +175,7 @@ def layout_of(columns: Columns, mapping: str = "") -> Parts:
         absent = [column for column in _columns_of(parts) if _normalized(column) not in known]
         if absent:
             raise InvalidRow(Problem("missing_field", ", ".join(absent), names))
-        return _present(parts, known)
+        return _present(parts | {"unsupported": TABLE["optional"]["unsupported"]}, known)
     complete = []
     partly = []  # what the shapes lack of which a part is there
     for shape in map(parse_mapping, TABLE["shapes"]):
@@ -222,7 +224,18 @@ def _problem_of(error: ErrorDetails, place: str) -> Problem:
     """An error of pydantic as a problem of a row."""
     for part in error["loc"]:
         place += f"[{part}]" if isinstance(part, int) else f".{part}"
-    return Problem(KINDS.get(error["type"], "wrong_type"), place, short(error["input"]))
+    value = error["input"]
+    kind = KINDS.get(error["type"], "wrong_type")
+    if isinstance(value, list) and any(map(_is_medium, value)):
+        kind = "unsupported_field"
+    return Problem(kind, place, short(value))
+
+
+def _is_medium(part: Any) -> bool:
+    """Whether a part of a message's content is an image, a video or a sound."""
+    if not isinstance(part, dict):
+        return False
+    return part.get("type") in MEDIA or any(part.get(name) for name in MEDIA)
 
 
 def check_row(row: Row | RowError, mapping: str = "", repair: bool = True) -> ChatRow | RowError:
@@ -263,7 +276,8 @@ def _parts_of(raw: Any, mapping: str) -> Parts:
         raise InvalidRow(Problem("wrong_type", tr("the row"), short(raw)))
     parts = layout_of(tuple(raw), mapping)
     for column in parts.get("unsupported", ()):
-        if raw[column]:
+        # of what a mapping does not name, a text may still speak
+        if raw[column] and (not mapping or PLACEHOLDER.search(str(raw))):
             raise InvalidRow(Problem("unsupported_field", column, short(raw[column])))
     return parts
 

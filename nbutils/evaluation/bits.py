@@ -46,7 +46,7 @@ def _memory(resolved: Any) -> dict[str, float]:
             gib[method] = forecast.least_gib
     as_written = resolved.as_written
     is_open = gib and as_written.method == "auto" and as_written.quantization.load_in_4bit
-    is_shown = is_open or models.is_tiny(resolved.model)
+    is_shown = is_open or models.bundled_name(resolved.model)
     if resolved.begun.method or not is_shown or distributed.strategy() not in distributed.WHOLE:
         raise CourseError(
             tr(

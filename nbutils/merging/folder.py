@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy as np
 from nbutils import files, models
 from nbutils.errors import CourseError
 from nbutils.language import tr
+from nbutils.models import QUANTIZED_SUFFIX, is_quantized
 
 if TYPE_CHECKING:
     import torch
@@ -29,9 +30,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-QUANTIZED_SUFFIX = re.compile(
-    r"[-_](unsloth-)?(bnb-4bit|4bit|8bit|awq|gptq|fp8|gguf|w4a16|w8a8|int4|int8|mlx)\b.*$", re.I
-)
+HEAD = "lm_head.weight"
+TEXT_PART = "language_model."  # in the names of a model that also sees; the text model alone does without
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.py")
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -130,10 +130,20 @@ class ModelFolder:
     weights: dict[str, StoredTensor]
 
     @property
+    def text_weights(self) -> dict[str, StoredTensor]:
+        """The weights that training on text loads: none of those for vision or for predicting several tokens."""
+        if not any(TEXT_PART in name for name in self.weights):
+            return self.weights
+        return {name: tensor for name, tensor in self.weights.items() if TEXT_PART in name or name == HEAD}
+
+    @property
     def dtype(self) -> str:
-        """The torch name of the weights' dtype; "auto" if there are several."""
-        codes = {tensor.dtype for tensor in self.weights.values()} & FLOATS.keys()
-        return FLOATS[codes.pop()] if len(codes) == 1 else "auto"
+        """The torch name of the dtype that most of the text model is stored in."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.text_weights.values():
+            if tensor.dtype in FLOATS:
+                sizes[FLOATS[tensor.dtype]] += tensor.size
+        return sizes.most_common(1)[0][0] if sizes else "auto"
 
 
 def open_base(base: str | Path) -> ModelFolder:
@@ -168,12 +178,18 @@ def open_adapter(path: Path) -> ModelFolder:
 
 
 def read_weight(folder: str | Path, name: str) -> torch.Tensor:
-    """One weight of a model folder in float32.
+    """One weight of a model folder in float32, by the name it has in the text model.
 
     Example: `merging.read_weight("runs/tiny/merged", "model.norm.weight")`
     """
-    stored = open_base(folder).weights[name]
+    weights = {text_name(stored): tensor for stored, tensor in open_base(folder).weights.items()}
+    stored = weights[name]
     return stored.tensor().reshape(stored.shape).float()
+
+
+def text_name(name: str) -> str:
+    """What the text model alone calls a weight of a checkpoint: transformers renames them so when it loads one."""
+    return name.replace(TEXT_PART, "", 1)
 
 
 def model_name(base: str | Path) -> str:
@@ -183,11 +199,6 @@ def model_name(base: str | Path) -> str:
     path = Path(base).absolute()
     cached = re.search(r"/models--([^/]+)", str(path))
     return cached[1].replace("--", "/") if cached else path.name
-
-
-def is_quantized(config: Mapping[str, Any]) -> bool:
-    """Whether a model's config says that its weights are quantized."""
-    return any(config.get(key) for key in ("quantization_config", "compression_config", "quantization"))
 
 
 def weights_fingerprint(model: ModelFolder) -> str:
@@ -212,9 +223,15 @@ def copy_companions(out: Path, base: ModelFolder, adapter: Path, dtype: str, unt
         if file.is_file():
             shutil.copyfile(file, out / file.name)
     config = dict(base.config)
+    parts = [config]
+    if "text_config" in config:
+        config["text_config"] = dict(config["text_config"])
+        parts.append(config["text_config"])
     if dtype != "auto":
-        config.pop("torch_dtype", None)  # the former name of dtype
-        config["dtype"] = dtype
+        for part in [part for part in parts if "dtype" in part or "torch_dtype" in part] or [config]:
+            part.pop("torch_dtype", None)  # the former name of dtype
+            part["dtype"] = dtype
     if untied:
-        config["tie_word_embeddings"] = False
+        for part in parts:
+            part["tie_word_embeddings"] = False
     files.write_json(out / "config.json", config)

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbutils import models
 from nbutils.config import BASE_KEEPING_INITS, UNMERGEABLE
 from nbutils.errors import CourseError
 from nbutils.language import tr
-from nbutils.merging.folder import CODES, FLOAT_BYTES, FLOATS, ModelFolder, StoredTensor
+from nbutils.merging.folder import CODES, FLOAT_BYTES, FLOATS, HEAD, ModelFolder, StoredTensor, text_name
 
 if TYPE_CHECKING:
     import torch
 
-HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 A = "lora_A"
 B = "lora_B"
@@ -57,30 +57,37 @@ def plan_weights(
 ) -> dict[str, WeightPlan]:
     """The plan of every weight of the merged model, by name.
 
-    `dtype` is torch's name, integers keep their own. With settings for 4 bits, it is the base as such training saw it.
+    `dtype` is torch's name. Of the text model, what is stored as most of it is gets it; what is stored otherwise, as
+    are weights for vision, keeps its own. With settings for 4 bits, it is the base as such training saw it.
     """
-    plans = {}
-    for name, tensor in base.weights.items():
-        code = tensor.dtype
-        if dtype != "auto" and code in FLOATS:
-            code = CODES[dtype]
-        plans[name] = WeightPlan(tensor, shard=tensor.file.name, dtype=code)
+    plans = {name: WeightPlan(tensor, tensor.file.name, tensor.dtype) for name, tensor in base.weights.items()}
+    if dtype != "auto":
+        stored = base.dtype
+        for name, tensor in base.text_weights.items():
+            if FLOATS.get(tensor.dtype) == stored:
+                plans[name] = replace(plans[name], dtype=CODES[dtype])
     if unties_head(base, adapter):
-        plans.setdefault(HEAD, plans[EMBEDDING])
+        plans.setdefault(HEAD, plans[embedding_name(base)])
     _require_mergeable(adapter)
     _add_adapter(plans, adapter)
     if four_bit:
-        for name in plans.keys() & quantized_weights(base.path):
-            if not plans[name].replaced:
-                plans[name] = replace(plans[name], dequantized=four_bit)
+        quantized = quantized_weights(base.path)
+        for name, plan in plans.items():
+            if text_name(name) in quantized and not plan.replaced:
+                plans[name] = replace(plan, dequantized=four_bit)
     return plans
 
 
 def unties_head(base: ModelFolder, adapter: ModelFolder) -> bool:
     """Whether output layer and embedding, one matrix in the base, differ after the merge."""
-    names = base.weights
-    tied = base.config.get("tie_word_embeddings", HEAD not in names)
-    return tied and EMBEDDING in names and any(EITHER.search(key) for key in adapter.weights)
+    config = models.text_config(base.config)
+    tied = config.get("tie_word_embeddings", HEAD not in base.weights)
+    return tied and bool(embedding_name(base)) and any(EITHER.search(key) for key in adapter.weights)
+
+
+def embedding_name(base: ModelFolder) -> str:
+    """What the checkpoint calls the embedding; empty if it has none."""
+    return next((name for name in base.weights if text_name(name) == EMBEDDING), "")
 
 
 def _require_mergeable(adapter: ModelFolder) -> None:
@@ -111,11 +118,11 @@ def _add_adapter(plans: dict[str, WeightPlan], adapter: ModelFolder) -> None:
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
     unused = {}
     for key, tensor in adapter.weights.items():
-        name = key.removeprefix("base_model.model.").removesuffix(".weight")
+        name = text_name(key).removeprefix("base_model.model.").removesuffix(".weight")
         unused[name.replace(".base_layer", "")] = tensor  # that of an untouched weight beside a LoRA on it
     for name, plan in plans.items():
         shape = plan.source.shape
-        module = name.removesuffix(".weight")
+        module = text_name(name).removesuffix(".weight")
         if module in unused and unused[module].shape == shape:
             plan = replace(plan, source=unused.pop(module), replaced=True)
         lora = {part: unused[f"{module}.{part}"] for part in (A, B, MAGNITUDE) if f"{module}.{part}" in unused}

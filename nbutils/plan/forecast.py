@@ -144,6 +144,14 @@ class Forecast(Estimate):
         notes = [tr("the speed follows from published numbers: only the H200 was measured")]
         if self.gpu.note:
             notes.append(tr(self.gpu.note))
+        if self.shape.linear_attention and self.gpu.capability < BF16_FROM:
+            notes.append(
+                tr(
+                    "the kernels for the Gated DeltaNet layers of {model} do not run on this GPU: it is many times "
+                    "slower than said here; take a model without such layers, as Qwen3-4B-Instruct-2507 is",
+                    model=self.shape.name,
+                )
+            )
         if self.hours is None:
             notes.append(tr("hours need --rows and --mean-length, and --tflops for a GPU that is not in the table"))
         return notes

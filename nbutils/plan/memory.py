@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nbutils.distributed import SHARDED
 from nbutils.files import GIB
-from nbutils.models import Shape
+from nbutils.models import LinearAttention, Linears, Shape
 from nbutils.plan.gpus import GPUSpec
 
 # weights: bytes of one weight of the linear layers
@@ -30,6 +30,14 @@ SAVED_MLP = 2  # gate and up, whose product is made again when needed
 PLAIN_MLP = 3  # with PEFT's layers (measured)
 SAVED_HEADS = 2  # of the query heads' size: q and the result; of that of the key heads: k and v
 ADAPTERS = 7  # each keeps its narrow result, rank wide
+GATED_HEADS = 6  # of the query heads' size where the result has a gate: q with it, q after norm and rotation, and so on
+GATED_KV_HEADS = 3  # of the key heads' size there
+# the same of a Gated DeltaNet layer
+SAVED_CONVOLVED = 2  # of the convolution's width: its input; q, k and v
+SAVED_VALUES = 3  # of the width of the values: the result, its gate, both together
+CHUNK = 64  # tokens of the delta rule that are computed together: each keeps so many numbers for every head of values
+BACKWARD_KEYS = 7  # of all heads' width, made again or new in the backward pass: a key for every head of values
+BACKWARD_STATES = 2  # of a chunk's state, keys x values in every head: the state, and its gradient
 OFFLOAD_STASH = 5  # layer inputs that stay on the GPU while the others travel to RAM and back (TRL's own number)
 # logits: the loss is computed in tiles, so the table of tokens x vocabulary never exists
 LOSS_HIDDEN = 2 + 2 + 4  # bytes for each of tokens x hidden: the last state twice, and its gradient in float32
@@ -186,17 +194,19 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
         sizes[part] = sum(term.size / term.shared_by for term in summands)
     tokens = recipe.tokens
     number_bytes = recipe.number_bytes
-    saved = _saved(shape, recipe)
     layer_input = tokens * shape.hidden * number_bytes
-    backward = _backward(shape, recipe)
-    kept = shape.layers * saved
+    layers = _layers(shape, recipe)
+    backward = max(layer.backward for layer in layers)
+    kept = sum(layer.number * layer.saved for layer in layers)
     if recipe.gradient_checkpointing:
-        backward += saved - layer_input  # computed again
+        computed_again = max(layer.saved + layer.backward for layer in layers)
+        backward = computed_again - layer_input
         kept = shape.layers * layer_input
     if recipe.activation_offloading:
         kept = min(OFFLOAD_STASH, shape.layers) * layer_input
     sizes["activations"] = kept + backward
-    sizes["logits"] = max(0.0, loss_bytes(shape, tokens, number_bytes) - backward)  # before a layer is at work
+    loss = loss_bytes(shape, tokens, number_bytes)
+    sizes["logits"] = max(0.0, loss - backward)  # before a layer is at work
     sizes["workspace"] = SLACK
     if recipe.attn_implementation == "sdpa":  # rows are laid end to end: one long one
         sizes["workspace"] += MASK * tokens**2
@@ -209,24 +219,73 @@ def loss_bytes(shape: Shape, tokens: int, number_bytes: int) -> float:
     return tokens * shape.hidden * LOSS_HIDDEN + tile * number_bytes
 
 
-def _saved(shape: Shape, recipe: Recipe) -> float:
-    """Bytes that one layer keeps for its backward pass."""
-    numbers = shape.hidden * (SAVED_HIDDEN if recipe.uses_liger else PLAIN_HIDDEN)
-    numbers += shape.intermediate * (SAVED_MLP if recipe.fuses_lora else PLAIN_MLP)
-    heads = shape.heads + shape.kv_heads
-    numbers += shape.head_dim * SAVED_HEADS * heads
-    numbers += recipe.r * ADAPTERS
+class Layers(NamedTuple):
+    """The layers of one kind: how many, and the bytes of one for its backward pass and while that is computed."""
+
+    number: int
+    saved: float
+    backward: float
+
+
+def _layers(shape: Shape, recipe: Recipe) -> list[Layers]:
+    """Those with softmax attention, and those with Gated DeltaNet if there are any."""
+    mlp = shape.intermediate * (SAVED_MLP if recipe.fuses_lora else PLAIN_MLP)
+    norms = shape.hidden * (SAVED_HIDDEN if recipe.uses_liger else PLAIN_HIDDEN)
+    shared = norms + mlp + recipe.r * ADAPTERS
+    thinned = 2 if recipe.lora_dropout else 1  # with dropout also the thinned activation
+    gradients: float = shape.hidden + thinned * shape.intermediate
+    layers = [
+        Layers(
+            shape.softmax_layers,
+            _saved(shape, recipe, shape.softmax_linears, shared + _softmax_numbers(shape)),
+            _backward(shape, recipe, gradients),
+        )
+    ]
+    if delta := shape.linear_attention:
+        gradients = max(gradients, _rule_numbers(delta) - mlp)  # the MLP comes first: what it kept is free by then
+        layers.append(
+            Layers(
+                delta.layers,
+                _saved(shape, recipe, delta.linears(shape.hidden), shared + _delta_numbers(delta)),
+                _backward(shape, recipe, gradients),
+            )
+        )
+    return layers
+
+
+def _softmax_numbers(shape: Shape) -> float:
+    """Numbers of a token that softmax attention keeps."""
+    if shape.linear_attention:
+        heads = GATED_HEADS * shape.heads + GATED_KV_HEADS * shape.kv_heads
+    else:
+        heads = SAVED_HEADS * (shape.heads + shape.kv_heads)
+    return shape.head_dim * heads
+
+
+def _delta_numbers(delta: LinearAttention) -> float:
+    """Numbers of a token that Gated DeltaNet keeps."""
+    chunk = CHUNK * delta.num_value_heads
+    return SAVED_CONVOLVED * delta.convolved + SAVED_VALUES * delta.values + chunk
+
+
+def _rule_numbers(delta: LinearAttention) -> float:
+    """Numbers of a token that are there only while the delta rule is computed backwards."""
+    states = BACKWARD_STATES * delta.key_head_dim * delta.value_head_dim / CHUNK
+    keys = BACKWARD_KEYS * delta.key_head_dim
+    return delta.num_value_heads * (states + keys)
+
+
+def _saved(shape: Shape, recipe: Recipe, attention: Linears, numbers: float) -> float:
+    """Bytes that a layer keeps for its backward pass, with so many numbers of each token."""
     token = numbers * recipe.number_bytes
     if recipe.lora_dropout:
-        token += sum(inner for inner, _ in shape.linears)  # a byte for each input of an adapter
+        token += sum(inner for inner, _ in attention + shape.mlp_linears)  # a byte for each input of an adapter
     return recipe.tokens * token
 
 
-def _backward(shape: Shape, recipe: Recipe) -> float:
+def _backward(shape: Shape, recipe: Recipe, numbers: float) -> float:
     """Bytes that are alive only while one layer is computed backwards: its gradients, one weight in 16 bits."""
-    mlp = 2 if recipe.lora_dropout else 1  # with dropout also the thinned activation
-    width = shape.hidden + mlp * shape.intermediate
-    size = recipe.tokens * width
+    size = recipe.tokens * numbers
     if recipe.method == "qlora":
         size += shape.largest_linear
     return size * recipe.number_bytes

@@ -9,6 +9,7 @@ _MODULES = {
     "bookkeeping": "run",
     "model_fingerprint": "resume",
     "patch_lora_kernels": "model",
+    "require_own_weights": "model",
     "require_unquantized": "model",
     "save_adapter": "run",
     "train": "run",

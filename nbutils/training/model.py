@@ -23,7 +23,7 @@ from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -52,6 +52,43 @@ def require_unquantized(model: str) -> None:
             tr("The config.json of {model} says that it is already quantized.", model=model),
             todo=tr("Set MODEL to the unquantized one (without -AWQ, -GPTQ, -FP8, -bnb-4bit in its name)."),
         )
+
+
+def require_own_weights(model: str) -> None:
+    """Stop at weights of another model than config.json describes: what it lacks would begin as random numbers.
+
+    transformers compares them as it loads; on the meta device no weight is read.
+    """
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model,
+        device_map="meta",
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
+    built, report = loaded
+    stacks = {_stack(name) for name in built.state_dict()} - {""}
+    # beside its layers a checkpoint may have parts that this model does not use, to see for instance
+    ignored = [name for name in report["unexpected_keys"] if _stack(name) in stacks and not name.endswith("inv_freq")]
+    if report["mismatched_keys"]:
+        name, stored, wanted = min(report["mismatched_keys"])
+        seen = tr("{name} is stored as {stored}, not {wanted}", name=name, stored=[*stored], wanted=[*wanted])
+    elif report["missing_keys"]:
+        seen = tr("{name} is missing", name=min(report["missing_keys"]))
+    elif ignored:
+        seen = tr("{name} is stored, and has no place", name=min(ignored))
+    else:
+        return
+    raise CourseError(
+        tr("The safetensors files of {model} do not fit its config.json: {seen}.", model=model, seen=seen),
+        todo=tr("Download or copy that model again, config.json and weights together."),
+    )
+
+
+def _stack(name: str) -> str:
+    """The stack of layers that a weight belongs to; empty for one outside."""
+    before, layers, _ = name.partition(".layers.")
+    return before + layers if layers else ""
 
 
 def repair_precision(model: nn.Module) -> None:
