@@ -38,6 +38,7 @@ PACKAGES = (
 UNREAD = ("settings", "fingerprint", "data_fingerprint", "form", "merge")  # facts for programs, not for the report
 LABELS = {  # of facts whose names say too little
     "adapter_moved": "weight matrices changed, of those that are trained",
+    "base_losses": "loss of the base model before the training",
     "base_moved": "weight matrices changed, of those that are frozen",
     "weights": "weight matrices of each precision",
     "trained_tokens": "tokens to learn from, in one epoch",

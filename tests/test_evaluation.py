@@ -873,13 +873,18 @@ def test_what_4_bits_cost_is_measured_as_if_the_model_were_loaded_in_4_bits(tiny
 def test_lesson_03_is_told_what_4_bits_cost_and_what_both_need(tiny: Tiny, monkeypatch: Patch, capsys: Any) -> None:
     dataset = chat.filter_by_length(tiny[1], HELD_OUT, 256)
     measured = evaluation.base_losses(resolved_for(), dataset, HELD_OUT[:4])
-    assert measured and (measured.rows, measured.gib) == (4, {})
+    assert measured and (measured.rows, measured.needed_gib) == (4, {})
     monkeypatch.setattr(bits, "measure", lambda *_: {"lora": 2.06, "qlora": 2.66})
     monkeypatch.setattr(bits.placement, "fit", lambda *_: True)
     measured = evaluation.base_losses(resolved_for("Qwen2.5-7B", RTX), dataset, HELD_OUT)
-    assert measured and measured.gib["lora"] > measured.gib["qlora"] + 5
+    assert measured and measured.needed_gib["lora"] > measured.needed_gib["qlora"] + 5
     shown = capsys.readouterr().out
-    for number in ("2.060", "2.660", f"{measured.gib['lora']:.1f} GiB", f"{measured.gib['qlora']:.1f} GiB"):
+    for number in (
+        "2.060",
+        "2.660",
+        f"{measured.needed_gib['lora']:.1f} GiB",
+        f"{measured.needed_gib['qlora']:.1f} GiB",
+    ):
         assert number in shown
 
 

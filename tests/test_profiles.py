@@ -992,7 +992,7 @@ def test_a_small_model_or_one_that_was_set_so_is_not_quantized(model: str, text:
 
 def losses(cost: float) -> recipe.BaseLosses:
     """Losses of a base model that 4 bits cost so much, in nats per token."""
-    return recipe.BaseLosses(32, loss={"lora": 2.0, "qlora": 2.0 + cost}, gib={"lora": 9.25, "qlora": 4.0})
+    return recipe.BaseLosses(32, loss={"lora": 2.0, "qlora": 2.0 + cost}, needed_gib={"lora": 9.25, "qlora": 4.0})
 
 
 @pytest.mark.parametrize("model", ["Qwen2.5-7B", "Qwen2.5-0.5B", "me/new"])
@@ -1008,6 +1008,13 @@ def test_what_4_bits_cost_decides_and_is_told_with_the_memory(model: str, cost: 
     reason = fitted.choices["method"].reason
     for number in (f"{cost:.3f}", f"{recipe.PRICE}", "5.2 GiB", "32 "):
         assert number in reason
+
+
+def test_without_a_gpu_the_losses_are_shown_and_decide_nothing() -> None:
+    shown = recipe.BaseLosses(32, loss={"lora": 2.0, "qlora": 2.0}, needed_gib={})
+    resolved = resolve("t4_16gb", "Qwen2.5-0.5B")
+    assert profiles.fit(resolved, profiles.Rows.of([200] * 885), shown).profile.method == "lora"
+    assert "GiB" not in str(shown)
 
 
 @pytest.mark.parametrize(

@@ -102,12 +102,14 @@ class BaseLosses:
 
     rows: int
     loss: dict[str, float]  # by method, in nats per token
-    gib: dict[str, float]  # that a training needs at least; empty without a GPU
+    needed_gib: dict[str, float]  # that a training needs at least; empty without a GPU
 
     def __str__(self) -> str:
         text = tr("loss before training  {lora:.3f} unquantized, {qlora:.3f} in 4 bits", **self.loss)
-        if self.gib:
-            text += tr("\ntraining needs        {lora:.1f} GiB unquantized, {qlora:.1f} GiB in 4 bits", **self.gib)
+        if self.needed_gib:
+            text += tr(
+                "\ntraining needs        {lora:.1f} GiB unquantized, {qlora:.1f} GiB in 4 bits", **self.needed_gib
+            )
         return text
 
 
@@ -213,13 +215,12 @@ def _method(profile: Profile, shape: Shape | None, begun: Begun, losses: BaseLos
     """4 or 16 bits, where the profile leaves it open."""
     if profile.method != "auto":
         return {}
-    small = shape is not None and shape.params < SMALL
     four_bits = profile.quantization.load_in_4bit
     if four_bits and begun.method in METHODS:
         choice = _kept(begun.method)
-    elif four_bits and losses:
+    elif four_bits and losses and losses.needed_gib:
         choice = _by_losses(losses)
-    elif four_bits and not small:
+    elif four_bits and (shape is None or shape.params >= SMALL):
         choice = Choice("qlora", "")  # the comment in the profile says why
     else:
         reason = tr("recipe: quantization.load_in_4bit is false, or most models below a billion lose much in 4 bits")
@@ -238,7 +239,7 @@ def _by_losses(losses: BaseLosses) -> Choice:
         rows=losses.rows,
         cost=cost,
         price=PRICE,
-        gib=losses.gib["lora"] - losses.gib["qlora"],
+        gib=losses.needed_gib["lora"] - losses.needed_gib["qlora"],
     )
     return Choice("lora" if cost > PRICE else "qlora", reason)
 
