@@ -344,7 +344,7 @@ class Benchmark:
         flags["served-model-name"] = "bench"
         flags["max-num-seqs"] = max(settings.concurrency)
         flags["max-model-len"] = settings.prompt_tokens + settings.answer_tokens + SPARE_TOKENS
-        with serving.Server(folder, serving.ensure_environment(), flags=flags) as server:
+        with serving.Server(folder, serving.ensure_environment("auto", folder), flags=flags) as server:
             self.measure(server, name)
 
     def transformers_serve(self, folder: Path) -> None:
@@ -396,7 +396,7 @@ def bench_model(folder: Path, benchmark: Benchmark, rivals: Sequence[str]) -> No
     gpu = hardware.gpu()
     benchmark.about["model"] = folder.name
     benchmark.about["machine"] = gpu.name if gpu else "cpu"
-    own = "transformers-serve" if hardware.engine(gpu).value == "transformers" else "vllm"
+    own = "transformers-serve" if serving.choose_engine(gpu, folder).value == "transformers" else "vllm"
     benchmark.run(folder, [*rivals, own])
 
 

@@ -77,6 +77,8 @@ class ServedModel:
         flags["dtype"] = self.dtype
         if self.evaluator.thinking is not None:
             flags["default-chat-template-kwargs"] = {"enable_thinking": self.evaluator.thinking}
+        if self.evaluator.opens_thinking:
+            flags["reasoning-parser"] = "qwen3"
         return flags
 
     def ask(self, server: serving.Server, name: str = "") -> list[Answer]:
@@ -97,7 +99,8 @@ class ServedModel:
         served = self.ask(server)
         text = tr(NOTHING_STORED)
         columns = {tr("server"): [answer.text for answer in served]}
-        agreement = serving.compare_answers(served[: len(self.stored)], self.stored)
+        compared = evaluator.with_think_tag(served[: len(self.stored)])
+        agreement = serving.compare_answers(compared, evaluator.with_think_tag(self.stored))
         if self.stored:
             text = tr("Server and lesson 04 (transformers, {dtype}): {found}", dtype=evaluator.dtype, found=agreement)
             columns = {tr("lesson 04"): [answer.text for answer in self.stored]} | columns

@@ -76,11 +76,16 @@ serving.stop_leftover_servers(lesson.run.path, STOP_OTHERS)
 #
 # vLLM brings its own version of PyTorch. Installed here, it would replace the one you train with. So it gets a virtual environment of
 # its own, which is built once. The server is a separate process, and this notebook only talks to it. vLLM needs a T4 or
-# newer GPU, or a CPU; older GPUs are served by `transformers serve`.
+# newer GPU, or a CPU; older GPUs are served by `transformers serve`, and so are hybrid models (Qwen3.5) on a CPU: vLLM computes their
+# Gated DeltaNet layers there in bfloat16 only, and float32 is what gives the answers of lesson 04.
 
 # %%
-environment = serving.ensure_environment(ENGINE)
+from pathlib import Path
+
+served_folder = Path(FOLDER or lesson.run.merged).expanduser()
+environment = serving.ensure_environment(ENGINE, served_folder)
 print(f"{environment.engine}, with the Python {environment.python}")
+print(environment.reason or "as ENGINE says")
 
 # %% [markdown]
 # ## The command line
@@ -92,7 +97,7 @@ print(f"{environment.engine}, with the Python {environment.python}")
 # - `gpu_memory_utilization`: the share of the GPU memory that the server takes.
 #
 # More flags may be added there, for example `SET = "vllm.enable_prefix_caching=false"` in lesson 01 or 03. `model.flags` are those that
-# this machine and this model need, such as the precision of lesson 04; the last line says why. You can copy the command to any machine
+# this machine and this model need, such as the precision of lesson 04; the last lines say why. You can copy the command to any machine
 # with vLLM.
 
 # %%
@@ -112,7 +117,7 @@ server = serving.Server(model.folder, environment, flags=flags, port=port, log=l
 program = environment.engine.removesuffix("-cpu")  # vllm or transformers
 command = [program, "serve", server.model, *serving.to_words(server.flags)]
 print(shlex.join(command))
-print(serving.flags_reason(lesson.gpu))
+print(serving.flags_reason(lesson.gpu, server.flags))
 
 # %% [markdown]
 # ## Start
@@ -129,7 +134,8 @@ print(serving.public_address(lesson.platform, server.port))
 # ## One request
 #
 # A client needs three things: an address, the name of the model, and messages. `client.models.list()` asks the server for the names it
-# answers to. `temperature=0` always takes the likeliest token.
+# answers to. `temperature=0` always takes the likeliest token. A model that thinks first gives its thoughts apart from the answer, in
+# `message.reasoning`, where the flag `reasoning-parser` is set; while it still thinks, `message.content` is empty.
 
 # %%
 from openai import OpenAI
@@ -209,7 +215,8 @@ else:
 #
 # The server gets all held-out questions, and its answers are compared with those that transformers gave in lesson 04. The prompts must
 # be the same tokens, or the server uses another chat template. In float32 the answers must be the same, too. In 16 bits they may
-# differ: two programs round differently, and where two tokens are almost equally likely, the other one may win.
+# differ: two programs round differently, and where two tokens are almost equally likely, the other one may win. Tokens are compared,
+# thoughts included; `transformers serve` returns none, so its answers are compared as texts, without thoughts.
 
 # %%
 same_answers = model.compare_answers(server)

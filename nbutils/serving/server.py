@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "VLLM_API_KEY"
 NO_KEY = "none-is-checked"  # an OpenAI client must have one
-TRANSFORMERS_FLAGS = ("dtype", "device", "continuous-batching")
+TRANSFORMERS_FLAGS = {  # of vLLM and the lessons -> as `transformers serve` calls them
+    "dtype": "dtype",
+    "device": "device",
+    "continuous-batching": "continuous-batching",
+    "default-chat-template-kwargs": "chat-template-kwargs",
+}
 SERVER_SIDE_CODE = Path(__file__).parent / "inside"
 GRACE_SECONDS = 10.0
 SERVERS: dict[str, Server] = {}  # those this kernel started, by URL
@@ -87,6 +92,19 @@ def health(root: str) -> int:
         return 0
 
 
+def link_text_model(folder: Path, text_folder: Path) -> None:
+    """Make a folder of the text model alone of one that can see: its config.json, and links to the other files.
+
+    For pictures `transformers serve` would need torchvision and the processor's files, also if nobody sends one.
+    """
+    from transformers import AutoConfig
+
+    AutoConfig.from_pretrained(folder).get_text_config().save_pretrained(text_folder)
+    for file in folder.absolute().iterdir():
+        if file.name != "config.json" and not file.name.endswith("processor_config.json"):
+            (text_folder / file.name).symlink_to(file)
+
+
 class Server:
     """An OpenAI-compatible server for one model and its LoRA adapters; `with Server(...) as server:` runs it.
 
@@ -106,7 +124,7 @@ class Server:
         self.environment = environment
         self.model = str(Path(model).absolute() if Path(model).is_dir() else model)
         adapters = adapters or {}
-        self.flags = engines.normalize(flags or {}) | engines.lora_flags(adapters)
+        self.flags = engines.normalize(flags or {}) | engines.lora_flags(adapters, Path(model))
         self.port = free_port(port)
         self.api_key: str | None = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
         if environment.engine == "transformers":
@@ -121,7 +139,11 @@ class Server:
     def _adapt_to_transformers(self) -> None:
         """`transformers serve` checks no key, so it may not be public, and it knows few of the flags."""
         self.api_key = None
-        self.flags = {name: self.flags[name] for name in TRANSFORMERS_FLAGS if name in self.flags}
+        self.flags = {theirs: self.flags[ours] for ours, theirs in TRANSFORMERS_FLAGS.items() if ours in self.flags}
+        if engines.can_see(Path(self.model)):
+            self.text_model = tempfile.TemporaryDirectory(prefix="text-")  # goes with this object
+            link_text_model(Path(self.model), Path(self.text_model.name))
+            self.model = self.text_model.name
         if self.port in platforms.detect().entry.ports:
             raise CourseError(
                 tr("`transformers serve` checks no API key, and others could reach it on port {port}.", port=self.port),

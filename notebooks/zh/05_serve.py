@@ -72,11 +72,15 @@ serving.stop_leftover_servers(lesson.run.path, STOP_OTHERS)
 # %% [markdown]
 # ## 给 vLLM 单独的环境
 #
-# vLLM 要用自己的 PyTorch 版本，装在这里会把训练用的那个替换掉。所以给 vLLM 单独建一个虚拟环境，只建一次。服务是一个独立的进程，这个 notebook 只和服务通信。vLLM 需要 T4 或更新的 GPU，也可以用 CPU；更老的 GPU 用 `transformers serve`。
+# vLLM 要用自己的 PyTorch 版本，装在这里会把训练用的那个替换掉。所以给 vLLM 单独建一个虚拟环境，只建一次。服务是一个独立的进程，这个 notebook 只和服务通信。vLLM 需要 T4 或更新的 GPU，也可以用 CPU；更老的 GPU 用 `transformers serve`。没有 GPU 时，混合架构的模型（Qwen3.5）也用 `transformers serve`：vLLM 在 CPU 上只能用 bfloat16 计算其中的 Gated DeltaNet 层，而要和第 04 课的回答一致，得用 float32。
 
 # %%
-environment = serving.ensure_environment(ENGINE)
+from pathlib import Path
+
+served_folder = Path(FOLDER or lesson.run.merged).expanduser()
+environment = serving.ensure_environment(ENGINE, served_folder)
 print(f"{environment.engine}，用的 Python 是 {environment.python}")
+print(environment.reason or "由 ENGINE 指定")
 
 # %% [markdown]
 # ## 命令行
@@ -87,7 +91,7 @@ print(f"{environment.engine}，用的 Python 是 {environment.python}")
 # - `max_num_seqs`：一起计算的请求数，多出来的排队；
 # - `gpu_memory_utilization`：服务占用显存的比例。
 #
-# 别的启动参数也可以加在这里，例如在第 01 课或第 03 课设 `SET = "vllm.enable_prefix_caching=false"`。`model.flags` 是这台机器和这个模型需要的参数，例如第 04 课用的精度；最后一行说明理由。这条命令可以复制到任何装了 vLLM 的机器上用。
+# 别的启动参数也可以加在这里，例如在第 01 课或第 03 课设 `SET = "vllm.enable_prefix_caching=false"`。`model.flags` 是这台机器和这个模型需要的参数，例如第 04 课用的精度；最后几行说明理由。这条命令可以复制到任何装了 vLLM 的机器上用。
 
 # %%
 import shlex
@@ -106,7 +110,7 @@ server = serving.Server(model.folder, environment, flags=flags, port=port, log=l
 program = environment.engine.removesuffix("-cpu")  # vllm 或 transformers
 command = [program, "serve", server.model, *serving.to_words(server.flags)]
 print(shlex.join(command))
-print(serving.flags_reason(lesson.gpu))
+print(serving.flags_reason(lesson.gpu, server.flags))
 
 # %% [markdown]
 # ## 启动
@@ -120,7 +124,7 @@ print(serving.public_address(lesson.platform, server.port))
 # %% [markdown]
 # ## 一个请求
 #
-# 客户端只需要三样东西：地址、模型名、消息。`client.models.list()` 问服务有哪些模型名可用。`temperature=0` 总是取概率最高的 token。
+# 客户端只需要三样东西：地址、模型名、消息。`client.models.list()` 问服务有哪些模型名可用。`temperature=0` 总是取概率最高的 token。先思考再回答的模型，如果设了 `reasoning-parser` 参数，思考内容会单独放在 `message.reasoning` 里；还没思考完时，`message.content` 是空的。
 
 # %%
 from openai import OpenAI
@@ -193,7 +197,7 @@ else:
 # %% [markdown]
 # ## 和第 04 课的回答一样吗？
 #
-# 把验证集的问题全部发给服务，再拿服务的回答和第 04 课里 transformers 的回答比较。提示词的 token 必须相同，不然就是服务用了别的对话模板。用 float32，回答也必须相同。用 16 bit 可以有差别：两个程序的舍入不同，两个 token 概率几乎相等时，选中的可能是另一个。
+# 把验证集的问题全部发给服务，再拿服务的回答和第 04 课里 transformers 的回答比较。提示词的 token 必须相同，不然就是服务用了别的对话模板。用 float32，回答也必须相同。用 16 bit 可以有差别：两个程序的舍入不同，两个 token 概率几乎相等时，选中的可能是另一个。比较的是 token，思考内容也算在内；`transformers serve` 不返回 token，只好比较文本，不比思考内容。
 
 # %%
 same_answers = model.compare_answers(server)

@@ -111,7 +111,7 @@ benchmark.run(lesson.run.merged, rivals)
 # %%
 from nbutils.served_model import ServedModel
 
-environment = serving.ensure_environment(ENGINE)
+environment = serving.ensure_environment(ENGINE, lesson.run.merged)
 model = ServedModel(lesson.run, lesson.profile, engine=environment.engine, rows=0 if lesson.gpu else 32)  # 验证集的问题数；0 是全部
 vllm = lesson.profile.vllm
 flags = {**model.flags, "served-model-name": "course", "max-model-len": vllm.max_model_len, "max-num-seqs": vllm.max_num_seqs}
