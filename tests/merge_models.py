@@ -25,7 +25,7 @@ SHAPE: dict[str, Any] = {
 CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "glm4": Glm4Config}
 SEEING: dict[str, Any] = {  # hybrid text layers, with a vision model beside them
     "text_config": SHAPE | {
-        "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "intermediate_size": 128, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
         "linear_value_head_dim": 16, "mamba_ssm_dtype": "float32",
     },
     "vision_config": {
@@ -51,13 +51,13 @@ def make_base(folder: Path, kind: str = "qwen2", tied: bool = False, dtype: str 
     return folder
 
 
-def make_seeing_base(folder: Path, tied: bool = False, **saving: Any) -> Path:
+def make_seeing_base(folder: Path, tied: bool = False, vocabulary: int = 161, **saving: Any) -> Path:
     """A random model of Qwen3.5's kind, stored as the real ones are: 16 bits, with some weights in float32.
 
     It has vision weights (here of both kinds), a layer for predicting several tokens, and files of a processor.
     """
     torch.manual_seed(7)
-    text = SEEING["text_config"] | {"tie_word_embeddings": tied}
+    text = SEEING["text_config"] | {"tie_word_embeddings": tied, "vocab_size": vocabulary}
     config = Qwen3_5Config(**SEEING | {"text_config": text}, tie_word_embeddings=tied)
     Qwen3_5ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder, **saving)
     file = sorted(folder.glob("*.safetensors"))[-1]

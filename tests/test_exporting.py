@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import merge_models
 import pytest
 import torch
 from click.testing import CliRunner
@@ -19,7 +20,8 @@ from test_contracts import FROZEN, missing
 from nbutils import cli, disk, evaluation, exporting, files, hardware, parity, platforms, record, served_model
 from nbutils.errors import CourseError
 from nbutils.exporting import export, make
-from nbutils.exporting.worker import Job
+from nbutils.exporting.worker import SPLITS, Job
+from nbutils.merging.folder import open_base
 from nbutils.parity import FixedSet, Gap, Predictions
 
 T4 = hardware.GPU("Tesla T4", (7, 5), 14.6, 1)
@@ -205,6 +207,19 @@ def test_groups_of_4_bit_weights_divide_every_width(width: int, group: int, merg
 
     edit(merged, widen)
     assert f"group_size: {group} " in exporting.recipe_for(merged, "w4a16")
+
+
+def test_of_a_model_that_also_sees_the_text_model_decides_size_and_groups(tmp_path: Path) -> None:
+    base = merge_models.make_seeing_base(tmp_path / "base", tied=True)
+    weights = merge_models.weights(base)
+    text = sum(weight.numel() for name, weight in weights.items() if "language_model." in name)
+    beside = sum(weight.numel() for weight in weights.values()) - text
+    embedding = weights["model.language_model.embed_tokens.weight"].numel()
+    model = open_base(base)
+    assert make.FORMATS["gguf-f16"].expected_bytes(model) == 2 * text
+    assert make.FORMATS["bf16"].expected_bytes(model) == 2 * (text + beside)
+    assert make.FORMATS["fp8"].expected_bytes(model) == text - embedding + 2 * (embedding + beside)
+    assert "group_size: 64 " in exporting.recipe_for(base, "w4a16")  # its vision layers are 32 wide
 
 
 def test_each_format_has_its_recipe(merged: Path) -> None:
@@ -470,11 +485,63 @@ def test_a_real_export_is_smaller_and_nearly_the_same_model(
         assert "quantization_config" in (folder / "config.json").read_text(encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A merged model that also sees, whose text model is hybrid, with its predictions as lesson 04 stores them."""
+    run = tmp_path_factory.mktemp("seeing")
+    merged = run / "merged"
+    with files.complete_folder(merged, {"onto": "full"}) as folder:
+        merge_models.make_seeing_base(folder, tied=True, vocabulary=3072)
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            shutil.copy(files.TINY_MODEL / name, folder)
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        of_qwen2, of_qwen35 = (json.dumps(SPLITS[name]) for name in ("qwen2", "qwen35"))
+        (folder / "tokenizer.json").write_text(text.replace(of_qwen2, of_qwen35), encoding="utf-8")
+    stored = parity.new_store(run, FixedSet([list(range(5, 40))], [30]), files.stamp(merged) or {})
+    stored.add("merged", make.read_predictions("merged", merged, stored.fixed))
+    return merged
+
+
+@pytest.mark.install
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "largest_gap"),
+    [
+        ("fp8", 0.01),
+        ("w4a16", 0.2),
+        ("int8", 0.01),
+        ("gguf-f16", 1e-4),
+        ("gguf-q8_0", 0.01),
+        ("bf16", 1e-4),
+        pytest.param("awq", 0.2, marks=NEEDS_BF16),
+    ],
+)
+def test_a_model_that_also_sees_is_exported_without_touching_what_sees(
+    name: str, largest_gap: float, seeing: Path
+) -> None:
+    """Half a minute each. For int8 and GGUF it is the text model alone."""
+    made = export(seeing, name, calibration=ROWS[:8] if name == "awq" else [])
+    [compared] = make.check_exports([made], seeing.parent)
+    assert compared.gap
+    assert compared.gap.mean < largest_gap
+    if name == "int8" or name.startswith("gguf"):
+        return
+    config = files.read_json(made.folder / "config.json")
+    assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    before, after = merge_models.weights(seeing), merge_models.weights(made.folder)
+    vision = [weight for weight in before if "visual" in weight]
+    assert vision
+    for weight in vision:
+        exact = before[weight] if name in ("fp8", "w4a16") else before[weight].bfloat16()
+        assert torch.equal(after[weight], exact)
+    assert (made.folder / "preprocessor_config.json").exists()
+
+
 @pytest.mark.long
 @pytest.mark.install
 def test_llm_compressor_follows_a_changed_recipe(real: Path, tmp_path: Path) -> None:
     ours = exporting.recipe_for(real, "fp8")
-    changed = ours.replace('"re:.*lm_head"', '"re:.*lm_head", "re:.*down_proj"')
+    changed = ours.replace("- re:.*lm_head", "- re:.*down_proj\n      - re:.*lm_head")
     folder = export(real, "fp8", tmp_path / "changed", recipe=changed).folder
     weights = load_file(folder / "model.safetensors")
     assert weights["model.layers.0.mlp.down_proj.weight"].dtype == torch.bfloat16

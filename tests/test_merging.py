@@ -242,6 +242,17 @@ def test_an_adapter_of_another_model_does_not_fit_one_that_also_sees(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("shards", ["1GB", "200KB"])
+def test_a_model_is_cast_with_all_its_weights(shards: str, seeing_of: Bases, tmp_path: Path) -> None:
+    base, out = seeing_of(max_shard_size=shards), files.make_folder(tmp_path / "out")
+    merging.cast_model(base, out, "float16")
+    expected = {name: weight.half() for name, weight in models.weights(base).items()}
+    assert_same_bits(out, expected)
+    assert models.load(out, "auto").dtype == torch.float16
+    assert [file.name for file in sorted(out.glob("model*"))] == [file.name for file in sorted(base.glob("model*"))]
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
+
+
 TUNED = "model.layers.1.self_attn.v_proj.weight"
 COPIED = "model.norm.weight"
 

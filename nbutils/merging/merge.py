@@ -22,6 +22,7 @@ from nbutils.language import tr
 from nbutils.merging.folder import (
     ADAPTER_CONFIG,
     ALL,
+    CODES,
     FLOATS,
     INDEX,
     MIN_ROWS,
@@ -206,21 +207,41 @@ def _write_model(model: ModelFolder, plans: Plans, report: MergeReport, about: F
     out = report.folder
     started = time.perf_counter()
     files.make_folder(out.parent)
-    shards = sorted({plan.shard for plan in plans.values()})
     bar = tqdm(total=report.bytes, unit="B", unit_scale=True, desc=tr("merging"))
-    with bar, _one_thread(), files.complete_folder(out, about) as folder:
+    with bar, files.complete_folder(out, about) as folder:
         disk.require_disk(folder, report.bytes * SPARE / files.GIB)
+        _write_weights(folder, plans, report.device, bar)
+        copy_companions(folder, model, adapter, report.dtype, report.untied)
+    return replace(report, seconds=time.perf_counter() - started)
+
+
+def cast_model(source: str | Path, out: Path, dtype: str) -> None:
+    """Write a model with all its weights in another dtype, also those that transformers would leave out."""
+    from tqdm.auto import tqdm
+
+    model = open_base(source)
+    plans = {}
+    for name, tensor in model.weights.items():
+        code = CODES[dtype] if tensor.dtype in FLOATS else tensor.dtype
+        plans[name] = WeightPlan(tensor, tensor.file.name, code)
+    with tqdm(disable=True) as bar:
+        _write_weights(out, plans, "cpu", bar)
+    copy_companions(out, model, model.path, dtype, untied=False)
+
+
+def _write_weights(folder: Path, plans: Plans, device: str, bar: Any) -> None:
+    """Write the shards; of several, an index says what is in which."""
+    shards = sorted({plan.shard for plan in plans.values()})
+    with _one_thread():
         for shard in shards:
             part = {name: plan for name, plan in plans.items() if plan.shard == shard}
-            write_shard(folder / shard, part, report.device, bar)
-        copy_companions(folder, model, adapter, report.dtype, report.untied)
-        if shards != [SINGLE]:
-            index = {
-                "metadata": {"total_size": report.bytes},
-                "weight_map": {name: plan.shard for name, plan in plans.items()},
-            }
-            files.write_json(folder / INDEX, index)
-    return replace(report, seconds=time.perf_counter() - started)
+            write_shard(folder / shard, part, device, bar)
+    if shards != [SINGLE]:
+        index = {
+            "metadata": {"total_size": sum(plan.size for plan in plans.values())},
+            "weight_map": {name: plan.shard for name, plan in plans.items()},
+        }
+        files.write_json(folder / INDEX, index)
 
 
 @contextmanager
