@@ -586,8 +586,13 @@ def validation_dataset(filtered: FilteredRows, held_out: Sequence[Row], count: i
     """
     if not count or not held_out:
         return None
-    if count < len(held_out):
-        held_out = [held_out[number * len(held_out) // count] for number in range(count)]
+    return training_dataset(replace(filtered, examples=held_out_examples(filtered, held_out, count)))
+
+
+def held_out_examples(filtered: FilteredRows, held_out: Sequence[Row], most: int) -> list[Example]:
+    """The examples of at most so many held-out rows, evenly spread, without those that are too long."""
+    if most < len(held_out):
+        held_out = [held_out[number * len(held_out) // most] for number in range(most)]
     usable = []
     for example in filtered.renderer.encode_all(held_out):
         fits = not filtered.max_length or len(example.ids) <= filtered.max_length
@@ -596,12 +601,12 @@ def validation_dataset(filtered: FilteredRows, held_out: Sequence[Row], count: i
     if not usable:
         raise CourseError(
             tr(
-                "No held-out row can be used for validation: all are longer than max_length {limit}.",
+                "No held-out row can be used: there is none, or all are longer than max_length {limit}.",
                 limit=filtered.max_length,
             ),
             todo=tr('Raise sft.max_length, shorten these rows, or set SET = "course.validation_rows=0".'),
         )
-    return training_dataset(replace(filtered, examples=usable))
+    return usable
 
 
 def check_trainer(trainer: Any, filtered: FilteredRows) -> None:

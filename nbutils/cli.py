@@ -246,7 +246,11 @@ def check_data(
 @option("--profile", help="A profile of configs/ or the path of one; default: the one for the GPU.")
 @option("--model", help="A course model, a hub id in the cache, or a folder; default: the profile's.")
 @option("--gpu", default="", help='A GPU of configs/gpus.yaml, "T4 x2" for two; default: this machine\'s.')
-@option("--method", type=click.Choice(["qlora", "lora"]), help="Default: by profile and model size.")
+@option(
+    "--method",
+    type=click.Choice(["qlora", "lora"]),
+    help="Default: by profile and model size, until lesson 03 measures.",
+)
 @option("--micro-batch", type=COUNT, help="Rows at a time; default: the fastest that fits.")
 @option("--checkpointing", type=click.Choice(["off", "on", "offload"]), help="Default: the fastest that fits.")
 @option("--length", type=click.IntRange(16), help="Tokens of a row; default: the profile's.")

@@ -171,7 +171,7 @@ def delta_rule_kernels(gpu: GPU | None) -> Choice:
 
 def reference_code(why: str) -> str:
     """How Gated DeltaNet layers are computed without kernels."""
-    return tr("row by row with transformers' reference code, correct and many times slower ({why})", why=why)
+    return tr("with transformers' reference code, which is correct and many times slower ({why})", why=why)
 
 
 def engine(gpu: GPU | None) -> Choice:
@@ -195,12 +195,13 @@ def out_of_memory(problem: BaseException) -> bool:
 
 
 def free_memory() -> None:
-    """Give back what nobody holds any more, to the GPU as well."""
+    """Give back what nobody holds any more, to the GPU as well; its peak is measured anew from here on."""
     import torch
 
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def keep_4bit_layout(model: Any) -> None:

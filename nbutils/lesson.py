@@ -29,6 +29,7 @@ from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
 from nbutils.hardware import GPU
 from nbutils.language import language, print_whatever, tr
 from nbutils.plan.forecast import known_shape
+from nbutils.plan.recipe import BaseLosses, Begun
 from nbutils.platforms import Folders, Platform
 from nbutils.profiles import Resolved
 from nbutils.record import Facts, RunFacts, RunFolder
@@ -87,35 +88,41 @@ class Lesson(Machine):
         self.device: int | str = distributed.local_rank() if self.gpu else "cpu"
         self.scratch = self.folders.scratch / self.run.name  # on the fast disk that may vanish
 
-    def with_recipe(self, lengths: Sequence[int], held_out: int | None = None) -> Lesson:
+    def with_recipe(
+        self, lengths: Sequence[int], held_out: int | None = None, losses: BaseLosses | None = None
+    ) -> Lesson:
         """This lesson with the recipe for examples of these lengths in tokens, and for so many `held_out` rows.
 
-        Example: lesson = lesson.with_recipe(dataset.lengths, len(eval_rows))
+        The losses of the base model, where they are given, decide between 4 and 16 bits.
+
+        Example: lesson = lesson.with_recipe(dataset.lengths, len(eval_rows), losses)
         """
         from transformers.utils import cached_file
 
-        cached_file(self.model, "config.json")  # downloads it: the model's size decides learning rate and method
+        cached_file(self.model, "config.json")  # downloads it: the model's size decides the learning rate
         rows = profiles.Rows.of(lengths, held_out)
-        fitted = replace(self, resolved=self.fitted(rows))
+        fitted = replace(self, resolved=profiles.fit(self.begun(), rows, losses))
         processes = distributed.world_size()
         print(tr("recipe    {schedule}", schedule=profiles.schedule(fitted.profile.sft, rows, processes)))
         if warning := profiles.few_steps_warning(fitted.profile, self.resolved.as_written, rows, processes):
             print(f"[WARN] {warning}")
         return fitted
 
-    def fitted(self, rows: profiles.Rows) -> Resolved:
-        """The profile for these rows; a resumed run keeps its rows per step and its validation rows."""
+    def begun(self) -> Resolved:
+        """The profile, with the rows per step, the validation rows and the method that a resumed run keeps.
+
+        Example: lesson.begun().begun.method
+        """
         newest = None
         if distributed.is_main() and self.parameters.get("RESUME") != "never":
             saved = checkpoints.newest_first(checkpoints.stores(self.folders, self.run.name))
             newest = saved[0] if saved else None
         newest = distributed.broadcast(newest)  # only the main process looks: all must decide alike
-        resolved = self.resolved
         if newest:
-            resolved = profiles.keep_begun(resolved, newest.fingerprint, newest.validation_rows)
-        elif self.gpu is None and not self.parameters.get("MODEL"):  # one that is named is meant
+            return profiles.keep_begun(self.resolved, newest.fingerprint, newest.validation_rows)
+        if self.gpu is None and not self.parameters.get("MODEL"):  # one that is named is meant
             _require_gpu(self.model_name)
-        return profiles.fit(resolved, rows)
+        return replace(self.resolved, begun=Begun())
 
     def require(self, stem: str) -> None:
         """Make sure that the run folder has the result of an earlier lesson; if not, run that lesson now.
@@ -419,6 +426,8 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
         for name in ("profile", "model"):
             resolved.choices[name] = replace(resolved.choices[name], reason=tr("this run began with it"))
     run = _find_run(parameters, folders, resolved.name)
+    if method := record.load_facts(run.facts).trained.settings.get("method"):
+        resolved = profiles.fit(replace(resolved, begun=Begun(method=method)), None)
     resolved = replace(resolved, set_values=_settings_of_run(parameters, run))
     make_folder(run.path)
     has_checkpoint = any(map(_has_checkpoint, checkpoints.stores(folders, run.name)))

@@ -141,12 +141,16 @@ class Shape(Strict):
         return (inner, inner, (self.intermediate, self.hidden))
 
     @property
-    def linears(self) -> tuple[tuple[int, Linears], ...]:
+    def linears(self) -> list[tuple[int, Linears]]:
         """The linear maps of each kind of layer part, and how many layers have it."""
-        parts = [(self.layers, self.mlp_linears), (self.softmax_layers, self.softmax_linears)]
-        if self.linear_attention:
-            parts.append((self.linear_attention.layers, self.linear_attention.linears(self.hidden)))
-        return tuple(parts)
+        parts = [
+            (self.layers, self.mlp_linears),
+            (self.softmax_layers, self.softmax_linears),
+        ]
+        if delta := self.linear_attention:
+            maps = delta.linears(self.hidden)
+            parts.append((delta.layers, maps))
+        return parts
 
     @property
     def linear_params(self) -> int:
@@ -216,8 +220,9 @@ def bundled_name(model: str) -> str:
 
 def names_like(model: str) -> str:
     """The short names in which this one occurs, as `Qwen3.5` in several; all of them if it occurs in none."""
-    alike = [name for name in known_models() if model.casefold() in name.casefold()]
-    return ", ".join(alike or known_models())
+    names = [*bundled(), *known_models()]
+    alike = [name for name in names if model.casefold() in name.casefold()]
+    return ", ".join(alike or names)
 
 
 class NotTrained(Strict):
@@ -233,12 +238,12 @@ def not_trained() -> dict[str, NotTrained]:
     return read_table("not_trained.yaml", NotTrained)
 
 
-def require_trainable(model: str, config: Mapping[str, Any]) -> None:
+def require_trainable(model: str, config: dict[str, Any]) -> None:
     """Refuse a model that the course cannot train, by its name or its config.json, and name the nearest that it can."""
     name = "" if Path(model).expanduser().is_dir() else model.rpartition("/")[2]  # a folder may have any name
     original = QUANTIZED_SUFFIX.sub("", name)
     listed = [entry for entry in not_trained().values() if name.casefold().startswith(entry.name.casefold())]
-    sizes = config.get("text_config") or config
+    sizes = text_config(config)
     sparse = [key for key in NOT_DENSE if sizes.get(key)]
     if listed:
         reason = tr(listed[0].reason)
@@ -258,7 +263,7 @@ def require_trainable(model: str, config: Mapping[str, Any]) -> None:
     )
 
 
-def _nearest(config: Mapping[str, Any]) -> KnownModel:
+def _nearest(config: dict[str, Any]) -> KnownModel:
     """The course model nearest in width and depth: as large as what a mixture of experts computes with for a token."""
     size = config.get("hidden_size", 0) * config.get("num_hidden_layers", 0)
     return min(known_models().values(), key=lambda known: abs(known.hidden * known.layers - size))
@@ -307,7 +312,7 @@ def meant(model: str, inputs: Path | None = None) -> Choice:
     raise CourseError(
         tr("Unknown model {model!r}: not a short name, not a hub id, and not a folder.", model=model),
         todo=tr(
-            "Set MODEL to tiny, {names}, a hub id (owner/name), or a folder with config.json.",
+            "Set MODEL to {names}, a hub id (owner/name), or a folder with config.json.",
             names=names_like(model),
         ),
     )
@@ -379,7 +384,7 @@ def find_shape(model: str) -> Shape:
         raise CourseError(
             tr("The shape of {model} is not known ({problem}).", model=model, problem=problem),
             todo=tr(
-                "Give --model one of {names}, tiny, or a folder with the config.json (a few kB) of a dense model, as "
+                "Give --model one of {names}, or a folder with the config.json (a few kB) of a dense model, as "
                 "Qwen2, Qwen3, Qwen3.5, Llama and GLM-4 are.",
                 names=names_like(model),
             ),

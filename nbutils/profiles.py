@@ -19,7 +19,17 @@ from nbutils.models import Shape
 from nbutils.plan import gpus
 from nbutils.plan.forecast import STEP_ARGUMENTS, best_option, known_shape, open_recipes
 from nbutils.plan.memory import Recipe, limit_gib, peak_gib
-from nbutils.plan.recipe import Begun, Choices, Rows, apply, choose, few_steps_warning, rows_per_step, schedule
+from nbutils.plan.recipe import (
+    BaseLosses,
+    Begun,
+    Choices,
+    Rows,
+    apply,
+    choose,
+    few_steps_warning,
+    rows_per_step,
+    schedule,
+)
 from nbutils.platforms import Platform, folders
 
 __all__ = ["Rows", "few_steps_warning", "load", "names", "schedule"]
@@ -155,9 +165,9 @@ def _read(name: str, overrides: Callable[[str], Overrides], gpu: GPU | None) -> 
 def keep_begun(resolved: Resolved, fingerprint: Fingerprint, validation_rows: int = 0) -> Resolved:
     """The profile for a resumed run: it keeps its rows per step, if these processes can share them evenly.
 
-    It keeps its validation rows too: losses on other rows could not be compared.
+    It keeps its validation rows too: losses on other rows could not be compared. And it keeps 4 or 16 bits.
     """
-    begun = Begun(validation_rows=validation_rows)
+    begun = Begun(validation_rows=validation_rows, method=str(fingerprint.get("method", "")))
     step = fingerprint.get("rows_per_step")
     if step and step % distributed.world_size() == 0:
         begun = replace(
@@ -168,11 +178,11 @@ def keep_begun(resolved: Resolved, fingerprint: Fingerprint, validation_rows: in
     return replace(resolved, begun=begun)
 
 
-def fit(resolved: Resolved, rows: Rows | None) -> Resolved:
+def fit(resolved: Resolved, rows: Rows | None, losses: BaseLosses | None = None) -> Resolved:
     """Decide every `auto` value by GPU, model and rows; each value gets its reason."""
     as_written = resolved.as_written
     shape = known_shape(as_written.model)
-    decided = choose(as_written, rows, shape, distributed.world_size(), resolved.begun)
+    decided = choose(as_written, rows, shape, distributed.world_size(), resolved.begun, losses)
     decided |= _by_machine(as_written, resolved.gpu, shape)
     decided |= _by_plan(apply(as_written, decided), as_written, shape, resolved.gpu, rows)
     profile = apply(as_written, decided)

@@ -96,6 +96,23 @@ print(dataset)
 print(chat.check_contract(dataset))
 
 # %% [markdown]
+# ## 4 or 16 bits?
+#
+# QLoRA keeps the base model in 4 bits, plain LoRA in 16. In 4 bits each weight becomes one of 16 values: that takes about a third of
+# the memory, and costs much of what some models know and hardly anything of what others do. So it is measured before anything is
+# trained: the loss of the base model on some held-out rows, then the same with every weight of its linear layers rounded to 4 bits
+# (bitsandbytes' `quantize_4bit` and `dequantize_4bit`). `method: auto` takes 4 bits if they raise the loss by at most 0.05 nats per
+# token, or if 16 do not fit. Where it cannot be measured, models below a billion parameters get 16 bits and others 4. The bundled
+# tiny model is trained in 4 bits whatever they cost, so that the lesson is the real one; on a CPU the other one is float32.
+
+# %%
+from nbutils import evaluation, training
+
+training.require_unquantized(lesson.model)
+training.require_own_weights(lesson.model)
+losses = evaluation.base_losses(lesson.begun(), dataset, eval_rows)
+
+# %% [markdown]
 # ## The recipe
 #
 # Batch size, epochs and learning rate depend on your rows: too many rows per step leave too few steps, and the loss hardly
@@ -108,7 +125,7 @@ print(chat.check_contract(dataset))
 # %%
 from nbutils import display, plan
 
-lesson = lesson.with_recipe(dataset.lengths, len(eval_rows))
+lesson = lesson.with_recipe(dataset.lengths, len(eval_rows), losses)
 profile = lesson.profile
 validation = chat.validation_dataset(dataset, eval_rows, profile.course.validation_rows)
 most = ("method", "from_pretrained", "lora.r", "sft.max_length", "sft.per_device_train_batch_size",
@@ -122,9 +139,7 @@ print(plan.describe(plan.require(lesson.resolved)))
 #
 # The block `quantization` of the profile holds arguments of `BitsAndBytesConfig`: `nf4` fits the distribution of trained weights,
 # double quantization also compresses the scales, and matrix products are computed in the precision of your machine. (Left to its
-# defaults, bitsandbytes would use `fp4` and float32.) Models under a billion parameters lose too much in 4 bits; for those, `auto`
-# sets `method: lora`, which leaves the base model in 16 bits. (The bundled tiny model is trained in 4 bits all the same, so that the
-# lesson is the real one.)
+# defaults, bitsandbytes would use `fp4` and float32.) With `method: lora` the base model stays in 16 bits, and all this is not used.
 
 # %%
 import torch
@@ -142,10 +157,8 @@ quantization = BitsAndBytesConfig(
 
 # %%
 from transformers import AutoModelForCausalLM, set_seed
-from nbutils import distributed, training
+from nbutils import distributed
 
-training.require_unquantized(lesson.model)
-training.require_own_weights(lesson.model)
 set_seed(SEED)
 model = AutoModelForCausalLM.from_pretrained(
     lesson.model,
@@ -163,8 +176,6 @@ print(f"{model.get_memory_footprint() / 2**20:,.0f} MiB in memory")
 # Three held-out questions, answered by the model as it is. We ask the same three after the training.
 
 # %%
-from nbutils import evaluation
-
 questions = eval_rows[:3]
 before = evaluation.answer_rows(model, tokenizer, questions)
 display.show_answers(questions, before=before)
@@ -289,16 +300,13 @@ print(result)
 #
 # The training loss alone can fall because the rows are memorized. The validation loss is measured on rows the training never
 # sees, and the adapter of the step where it was lowest is the one that is kept.
-
-# %%
-display.plot_losses(result.history, lesson.run.logs / "loss.png")
-
-# %% [markdown]
-# Four trainings of a 135M model to compare yours with. *Healthy*: both losses fall and flatten (learning rate 2e-4). *Too slow*:
+#
+# Below are four trainings of a 135M model to compare yours with. *Healthy*: both losses fall and flatten (learning rate 2e-4). *Too slow*:
 # the learning rate is too small (1e-6), or there are too few steps. *Diverging*: the learning rate is too large (0.05).
 # *Overfitting*: 32 rows are memorized, and the validation loss rises.
 
 # %%
+display.plot_losses(result.history, lesson.run.logs / "loss.png")
 display.plot_loss_examples()
 
 # %% [markdown]
@@ -351,4 +359,4 @@ if missing:
 # Lesson 04 merges the adapter into the model and asks whether the training helped.
 
 # %%
-lesson.finish(dataset, result)
+lesson.finish(dataset, result, base_losses=losses and vars(losses))

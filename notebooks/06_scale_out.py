@@ -252,7 +252,7 @@ if compared:
 # ## The arithmetic
 #
 # A step is computing and sending. Computing is the speed of one card: yours from the comparison above, or, without a GPU, the
-# forecast for a 7B on a rented card.
+# forecast for a 9B on a rented card.
 
 # %%
 forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
@@ -313,8 +313,8 @@ for name in ("ddp", f"fsdp_{recipe.method}"):
 
 # %% [markdown]
 # More cards finish sooner, but a token never gets cheaper. DDP keeps nearly all the speed of every card, also over a slow
-# network, because an adapter is small. FSDP sends the whole model. In the forecast for a 7B on RTX 4090s it leaves two thirds of
-# the speed on 8 cards with PCIe, and over Ethernet a quarter: there 16 cards in two machines are slower than 8 in one.
+# network, because an adapter is small. FSDP sends the whole model. In the forecast for a 9B on RTX 4090s it leaves less than half
+# of the speed on 8 cards with PCIe, and over Ethernet an eighth: there 16 cards in two machines are slower than 8 in one.
 #
 # From how many cards on does sending take as long as computing? With 8 rows for each card the step grows with the cards; with 8
 # rows in all each card has less to compute, but never less than it takes to start a layer's kernels. A dash: no number of cards

@@ -50,6 +50,7 @@ def test_the_course_trains_an_adapter_on_4_bit_weights(course_run: Path) -> None
     assert set(facts["lessons"]) == set(lesson.COURSE)
 
     entry = facts["lessons"]["03_qlora"]
+    assert entry["base_losses"]["loss"]["lora"] != entry["base_losses"]["loss"]["qlora"], "4 bits were measured"
     assert entry["steps"] > 0
     assert entry["steps"] == entry["planned_steps"]
     assert entry["final_loss"] > 0

@@ -19,16 +19,21 @@ import pytest
 import torch
 from support import python, refused
 
-from nbutils import chat, data, display, evaluation, files, profiles, record
+from nbutils import chat, data, display, evaluation, files, hardware, profiles, record
+from nbutils.config import settings_in
 from nbutils.data.build import CJK
+from nbutils.evaluation import bits, harness, inference, scores
 from nbutils.evaluation import evaluator as evaluating
-from nbutils.evaluation import harness, inference, scores
 from nbutils.evaluation.comparison import Comparison
 from nbutils.evaluation.inference import Answer
+from nbutils.hardware import GPU
+from nbutils.plan.recipe import Begun
+from nbutils.platforms import Platform
 
 Tiny = tuple[Any, Any]  # the tiny model and its tokenizer
 Patch = pytest.MonkeyPatch
 HERE = Path(__file__).resolve().parent
+RTX = GPU("RTX 4090", (8, 9), 23.6, 1)
 
 
 @pytest.fixture(scope="module")
@@ -827,3 +832,82 @@ def test_shuffled_answers_do_not_help(stored_results: dict[str, Any]) -> None:
     assert comparison.changes["loss"].high < -2
     assert abs(stored_results["shuffled"].mean("content")) < 0.03
     assert comparison.verdict.word != "helped"
+
+
+HELD_OUT = [row_of(f"How many rivets for order {number}?", f"{number} rivets, by Friday.") for number in range(6)]
+
+
+def resolved_for(model: str = "tiny", gpu: GPU | None = None, text: str = "") -> profiles.Resolved:
+    """The tiny profile with SET; another one where a model is named."""
+    overrides = {name: (value, "SET") for name, value in settings_in(text).items()}
+    return profiles.resolve(
+        "tiny" if model == "tiny" else "ampere_24gb",
+        model,
+        gpu=gpu,
+        platform=Platform("local", "a test says so"),
+        online=lambda: True,
+        overrides=lambda name: overrides,
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "quantization.bnb_4bit_quant_type=fp4, quantization.bnb_4bit_use_double_quant=false"]
+)
+def test_what_4_bits_cost_is_measured_as_if_the_model_were_loaded_in_4_bits(tiny: Tiny, text: str) -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    resolved = resolved_for(text=text)
+    examples = chat.filter_by_length(tiny[1], HELD_OUT, 256).examples
+    loss = bits.measure(resolved, examples)
+
+    quantization = BitsAndBytesConfig(**resolved.profile.quantization, bnb_4bit_compute_dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        files.TINY_MODEL, quantization_config=quantization, dtype="float32", device_map={"": "cpu"}
+    )
+    hardware.keep_4bit_layout(loaded)
+    assert loss["qlora"] == pytest.approx(bits.mean_loss(loaded, examples), abs=1e-4)
+    assert loss["lora"] == pytest.approx(bits.mean_loss(tiny[0], examples), abs=1e-4)
+    assert abs(loss["qlora"] - loss["lora"]) > 0.01, "4 bits do something"
+
+
+def test_lesson_03_is_told_what_4_bits_cost_and_what_both_need(tiny: Tiny, monkeypatch: Patch, capsys: Any) -> None:
+    dataset = chat.filter_by_length(tiny[1], HELD_OUT, 256)
+    measured = evaluation.base_losses(resolved_for(), dataset, HELD_OUT[:4])
+    assert measured and (measured.rows, measured.gib) == (4, {})
+    monkeypatch.setattr(bits, "measure", lambda *_: {"lora": 2.06, "qlora": 2.66})
+    monkeypatch.setattr(bits.placement, "fit", lambda *_: True)
+    measured = evaluation.base_losses(resolved_for("Qwen2.5-7B", RTX), dataset, HELD_OUT)
+    assert measured and measured.gib["lora"] > measured.gib["qlora"] + 5
+    shown = capsys.readouterr().out
+    for number in ("2.060", "2.660", f"{measured.gib['lora']:.1f} GiB", f"{measured.gib['qlora']:.1f} GiB"):
+        assert number in shown
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ({"model": "Qwen2.5-14B"}, "needs at least"),
+        ({"gpu": None}, "takes a GPU"),
+        ({"model": "me/unknown"}, "known size"),
+        ({"text": "method=qlora"}, "not named in the profile"),
+        ({"text": "quantization.load_in_4bit=false"}, "still open"),
+        ({"begun": "lora"}, "an earlier session"),
+        ({"strategy": "fsdp"}, "no FSDP"),
+        ({"free": False}, "in use"),
+        ({"rows": []}, "held-out row"),
+        ({"rows": [row_of("?", "a long answer " * 200)]}, "longer than"),
+    ],
+)
+def test_what_cannot_be_measured_is_not_and_nothing_is_loaded(
+    case: dict[str, Any], reason: str, tiny: Tiny, monkeypatch: Patch, capsys: Any
+) -> None:
+    loaded = Mock(return_value={"lora": 2.0, "qlora": 2.0})
+    monkeypatch.setattr(bits, "measure", loaded)
+    monkeypatch.setattr(bits.placement, "fit", lambda *_: case.get("free", True))
+    monkeypatch.setattr(bits.distributed, "strategy", lambda: case.get("strategy", ""))
+    resolved = resolved_for(case.get("model", "Qwen2.5-7B"), case.get("gpu", RTX), case.get("text", ""))
+    resolved = replace(resolved, begun=Begun(method=case.get("begun", "")))
+    dataset = chat.filter_by_length(tiny[1], HELD_OUT, 256)
+    assert evaluation.base_losses(resolved, dataset, case.get("rows", HELD_OUT)) is None
+    assert reason in capsys.readouterr().out
+    loaded.assert_not_called()

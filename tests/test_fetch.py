@@ -172,7 +172,7 @@ def test_without_a_gpu_the_learner_names_what_to_download_and_with_one_it_is_kno
     tmp_path: Path, monkeypatch: Patch, capsys: Any
 ) -> None:
     machine(tmp_path, HF_HUB_OFFLINE="1").enter(monkeypatch)
-    with refused("There is no GPU here, so PROFILE auto cannot", "ampere_24gb (Qwen2.5-7B)", "fetch Qwen2.5-7B"):
+    with refused("There is no GPU here, so PROFILE auto cannot", "ampere_24gb (Qwen3.5-9B)", "fetch Qwen2.5-7B"):
         fetch.fetch_inputs("", "", "auto")
     fetch.fetch_inputs("tiny", "assistant_zh", "")
     assert "assistant_zh" in capsys.readouterr().out

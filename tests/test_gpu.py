@@ -80,6 +80,34 @@ def test_packed_logits_and_gradients_on_the_card_are_those_of_the_unpacked_rows(
         assert worst < 0.05, (name, worst)
 
 
+@pytest.mark.parametrize("head_dim", [128, 64])
+def test_packed_rows_of_a_hybrid_model_are_those_alone_on_the_card(
+    head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 64 are those for which some versions of Triton compile a wrong kernel on Hopper."""
+    import test_hybrid
+    from test_hybrid import batch_of, random_rows, step
+
+    from nbutils.training import hybrid
+    from nbutils.training import model as attention
+
+    heads = {"head_dim": 256, "linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim}
+    monkeypatch.setattr(test_hybrid, "SIZES", test_hybrid.SIZES | heads)
+    untouched = test_hybrid.hybrid_model().to("cuda", torch.bfloat16)
+    model = test_hybrid.hybrid_model().to("cuda", torch.bfloat16)
+    model.set_attn_implementation(attention.attention(hardware.attention(hardware.gpu()).value))
+    print(hybrid.adapt_layers(model))
+    rows = random_rows((65, 1, 127, 64, 200))
+    on_card = [{name: value.cuda() if torch.is_tensor(value) else value for name, value in batch.items()}
+               for batch in (batch_of(rows), *(batch_of([row]) for row in rows))]  # fmt: skip
+    packed_logits, packed_gradients = step(model, on_card[:1])
+    logits, gradients = step(untouched, on_card[1:])
+    for first, last in [(0, 65), (65, 66), (66, 193), (193, 257), (257, 457)]:
+        assert hybrid._difference(packed_logits[first:last], logits[first:last]) < 0.05
+    for name, gradient in gradients.items():
+        assert hybrid._difference(packed_gradients[name], gradient) < 0.1, name
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_fused_step_with_liger_is_as_close_to_the_truth_as_peft(recompute: bool) -> None:
     from test_training import errors_in_16_bits

@@ -1,7 +1,9 @@
 """Hybrid models on packed rows: each row computes what it computes alone; where it would not, nothing is trained."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from support import refused
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from nbutils import distributed, hardware
@@ -118,7 +121,7 @@ def test_rows_that_see_each_other_are_found_and_refused(monkeypatch: pytest.Monk
     first, second = random_rows((40, 30))
     model = hybrid_model()
     alone, _ = step(model, [batch_of([first]), batch_of([second])])
-    monkeypatch.setattr(hybrid, "forward_by_row", mixing_forward)
+    monkeypatch.setattr(hybrid, "forward_with_reference_code", mixing_forward)
     hybrid.adapt_layers(model)
     together, _ = step(model, [batch_of([first, second])])
 
@@ -131,7 +134,7 @@ def test_rows_that_see_each_other_are_found_and_refused(monkeypatch: pytest.Monk
 
 
 def test_transformers_alone_computes_no_packed_rows() -> None:
-    """If this fails, transformers keeps rows apart by itself, and `forward_by_row` has nothing to do any more."""
+    """If this fails, transformers keeps rows apart by itself, and the forwards of ours have nothing to do any more."""
     first, second = random_rows((40, 30))
     model = hybrid_model()
     alone, _ = step(model, [batch_of([first]), batch_of([second])])
@@ -168,7 +171,7 @@ def test_zero3_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def by_row(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    return hybrid.forward_by_row(self, hidden_states, **kwargs)
+    return hybrid.forward_with_reference_code(self, hidden_states, **kwargs)
 
 
 def wrong_output(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -209,5 +212,20 @@ def test_kernels_are_used_if_they_compute_what_the_reference_code_does(
     how = hybrid.adapt_layers(model)
     assert said in how
     forwards = {part.forward.__func__ for part in model.modules() if type(part).__name__ in hybrid.KNOWN_LAYERS}
-    assert forwards == {kernels if kernels is by_row else hybrid.forward_by_row}
+    assert forwards == {kernels if kernels is by_row else hybrid.forward_with_reference_code}
     hybrid.require_rows_apart(model, nullcontext())
+
+
+def test_without_kernels_of_ours_those_that_transformers_found_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is too old for them they fail, and transformers would use them all the same."""
+    reference = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
+
+    @wraps(reference)
+    def kernels(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("not on this GPU")
+
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", kernels)
+    model = hybrid_model()
+    hybrid.adapt_layers(model)
+    batch = batch_of(random_rows((3, 5)))
+    assert model(**batch).logits.isfinite().all()

@@ -1,6 +1,7 @@
 """lessons: parameters, run folders and names, what an earlier session left, notice and power-off."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import simulate
 from support import refused
 from transformers import AutoTokenizer
 
-from nbutils import chat, checkpoints, distributed, files, lesson, platforms, profiles, record
+from nbutils import chat, checkpoints, distributed, files, lesson, platforms, record
 from nbutils import config as reading
 
 LOCAL = platforms.Platform("local", "test")
@@ -100,7 +101,7 @@ def test_a_large_model_is_not_trained_on_a_cpu_unless_that_was_begun_elsewhere(h
     started = lesson.begin("03_qlora", {"PROFILE": "tiny"})
     large = replace(started, resolved=replace(started.resolved, model_name="Qwen2.5-7B"))
     with refused("The training of Qwen2.5-7B", "needs a GPU", "tiny or laptop"):
-        large.fitted(profiles.Rows.of([9, 9]))
+        large.begun()
 
 
 def test_a_run_keeps_its_profile_and_model_for_every_later_lesson(home: Path) -> None:
@@ -164,6 +165,33 @@ def test_a_begun_run_keeps_the_rows_it_is_validated_on_unless_others_are_named(h
     assert validated() == validated(SAVE_STEPS=1) == validated(MAX_STEPS=9) == (21, 21)
     assert validated(SET="course.validation_rows=5") == (5, 5)
     assert validated(RESUME="never") == (many, many)
+
+
+def test_a_begun_run_keeps_its_method_unless_it_starts_over(home: Path, tmp_path: Path) -> None:
+    profile = home / "open.yaml"
+    text = (files.CONFIGS / "tiny.yaml").read_text(encoding="utf-8")
+    files.write_text(profile, re.sub(r"(?m)^method: qlora", "method: auto", text))
+
+    def method(**values: Any) -> str:
+        """The method of lesson 03, for a model this small."""
+        started = lesson.begin("03_qlora", {"PROFILE": str(profile), "RUN_NAME": "mine", **values})
+        return str(started.with_recipe([40] * 800, 60).profile.method)
+
+    assert method() == "lora"
+    (tmp_path / "checkpoint-5").mkdir()
+    store = files.make_folder(home / "mine/checkpoints")
+    checkpoints.pack(tmp_path / "checkpoint-5", store, {"method": "qlora"})
+    assert method() == "qlora"
+    assert method(RESUME="never") == "lora"
+
+
+def test_later_lessons_have_the_method_that_the_run_was_trained_with(home: Path) -> None:
+    values = {"PROFILE": "t4_16gb", "MODEL": "tiny", "RUN_NAME": "mine"}
+    run, resolved = opened(values)
+    assert resolved.profile.method == "lora", "not measured: by size"
+    record.update(run.facts, {}, "03_qlora", {"settings": {"method": "qlora"}})
+    profile = opened(values)[1].profile
+    assert profile.method == "qlora" and profile.quantization.load_in_4bit is True
 
 
 @pytest.mark.parametrize(("data", "warned"), [("mine.jsonl", True), ("", False)])

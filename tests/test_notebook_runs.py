@@ -1,5 +1,6 @@
 """Lessons executed for real with the tiny model: alone, interrupted, on simulated platforms; not the course run."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,44 @@ def test_a_drive_that_vanishes_does_not_stop_the_training_and_is_not_written_int
         mounts.write_text(mounted)
         assert running.wait(timeout=300) == 0, log.read_text()[-4000:]
     assert "works again" in log.read_text() and lesson_facts(kept.parents[1])["steps"] == 15
+
+
+# --- a hybrid model ---------------------------------------------------------------------------------------------------
+
+
+def test_a_hybrid_model_is_trained_merged_and_asked(tmp_path: Path) -> None:
+    short = ["-p", "MAX_STEPS", "8", "--set", "course.evaluation_rows=8, course.validation_rows=4, sft.warmup_steps=0"]
+    lessons = ["--only", "02", "--only", "03", "--only", "04"]
+    python("-m", "nbutils", "run", "--profile", "tiny_hybrid", *lessons, *short, home=tmp_path, timeout=500)
+    run = tmp_path / "tiny_hybrid"
+    trained = lesson_facts(run)
+    config = json.loads((files.TINY_HYBRID / "config.json").read_text())["text_config"]
+    linear_maps = {"linear_attention": 5 + 3, "full_attention": 4 + 3}  # each layer with those of its MLP
+    assert trained["weights"]["nf4, double"] == sum(linear_maps[kind] for kind in config["layer_types"])
+    assert trained["base_moved"] == 0
+    assert trained["adapter_moved"] > 0
+    first_loss, *_, last_loss = [loss for _, loss in trained["history"]["validation"]]
+    assert last_loss < first_loss - 0.5
+
+    merged = lesson_facts(run, "04_merge")
+    assert merged["parity"]["holds"]
+    assert merged["parity"]["gaps"]["merged against full"]["mean"] < 1e-6
+    passed_on = ("preprocessor_config.json", "video_preprocessor_config.json")
+    for name in passed_on:
+        assert (run / "merged" / name).read_bytes() == (files.TINY_HYBRID / name).read_bytes()
+    assert json.loads((run / "merged/config.json").read_text())["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+
+
+@pytest.mark.long
+@pytest.mark.serve
+@pytest.mark.timeout(2400)
+def test_the_whole_course_with_a_hybrid_model(tmp_path: Path) -> None:
+    python("-m", "nbutils", "run", "--profile", "tiny_hybrid", home=tmp_path, timeout=2400)
+    run = tmp_path / "tiny_hybrid"
+    merged = lesson_facts(run, "04_merge")
+    assert merged["exact_match"]["base"] == 0
+    assert merged["exact_match"]["merged"] >= 0.95
+    assert merged["verdict"] == "helped"
+    served = lesson_facts(run, "05_serve")
+    assert served["exact_match"] == merged["exact_match"]["merged"]
+    assert served["parity"]["holds"]

@@ -513,7 +513,7 @@ def test_the_example_shows_what_adds_up_its_price_and_how_far_to_trust_it(gpu: G
 
 
 def test_few_rows_get_many_small_steps() -> None:
-    answer = planned("--gpu", "4090", "--rows", "84", "--mean-length", "109")
+    answer = planned("--gpu", "4090", "--model", "Qwen2.5-7B", "--rows", "84", "--mean-length", "109")
     assert answer["steps"] == 55
     assert answer["examples_per_step"] == 8.0
     assert answer["epochs"] == 5.0
@@ -886,7 +886,7 @@ def test_lesson_06_sends_half_the_weights_twice_in_each_of_two_micro_steps(capsy
 
 def test_without_a_gpu_lesson_06_calculates_for_a_rented_one() -> None:
     names = lesson_06()
-    assert names["shape"].name == "Qwen2.5-7B"
+    assert names["shape"].name == "Qwen3.5-9B"
     assert names["forecast"].gpu.name == "RTX 4090"
     assert lesson_06(a_comparison())["rate"] == names["rate"], "a CPU says nothing of a rented GPU"
 

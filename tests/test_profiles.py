@@ -768,7 +768,7 @@ def test_what_cannot_be_trained_hides_nothing_that_can() -> None:
 
 
 def test_a_name_that_begins_several_is_answered_with_these() -> None:
-    with refused("Unknown model 'Qwen3.5'", "Set MODEL to tiny, Qwen3.5-0.8B, Qwen3.5-2B, "):
+    with refused("Unknown model 'Qwen3.5'", "Set MODEL to Qwen3.5-0.8B, Qwen3.5-2B, "):
         resolve("ampere_24gb", "Qwen3.5", RTX)
 
 
@@ -988,6 +988,58 @@ def test_a_small_model_or_one_that_was_set_so_is_not_quantized(model: str, text:
     assert resolved.profile.method == "lora"
     assert resolved.choices["method"].value == "lora"
     assert resolved.profile.quantization.load_in_4bit is False
+
+
+def losses(cost: float) -> recipe.BaseLosses:
+    """Losses of a base model that 4 bits cost so much, in nats per token."""
+    return recipe.BaseLosses(32, loss={"lora": 2.0, "qlora": 2.0 + cost}, gib={"lora": 9.25, "qlora": 4.0})
+
+
+@pytest.mark.parametrize("model", ["Qwen2.5-7B", "Qwen2.5-0.5B", "me/new"])
+@pytest.mark.parametrize(
+    ("cost", "method"),
+    [(-0.1, "qlora"), (0.01, "qlora"), (0.049, "qlora"), (0.051, "lora"), (0.6, "lora")],
+)
+def test_what_4_bits_cost_decides_and_is_told_with_the_memory(model: str, cost: float, method: str) -> None:
+    rows = profiles.Rows.of([200] * 885)
+    fitted = profiles.fit(resolve("ampere_24gb", model, RTX), rows, losses(cost))
+    assert fitted.profile.method == fitted.choices["method"].value == method
+    assert fitted.profile.quantization.load_in_4bit is (method == "qlora")
+    reason = fitted.choices["method"].reason
+    for number in (f"{cost:.3f}", f"{recipe.PRICE}", "5.2 GiB", "32 "):
+        assert number in reason
+
+
+@pytest.mark.parametrize(
+    ("text", "cost", "method"),
+    [
+        ("method=qlora", 0.6, "qlora"),
+        ("method=lora, quantization.load_in_4bit=false", 0.0, "lora"),
+        ("quantization.load_in_4bit=true", 0.6, "qlora"),
+        ("quantization.load_in_4bit=false", 0.0, "lora"),
+    ],
+)
+def test_a_method_that_is_named_is_kept_whatever_4_bits_cost(text: str, cost: float, method: str) -> None:
+    rows = profiles.Rows.of([200] * 885)
+    profile = profiles.fit(resolve("ampere_24gb", "Qwen2.5-7B", RTX, text), rows, losses(cost)).profile
+    assert profile.method == method
+    assert profile.quantization.load_in_4bit is (method == "qlora")
+
+
+@pytest.mark.parametrize(
+    ("model", "began", "expected"),
+    [
+        ("Qwen2.5-7B", "lora", "lora"),
+        ("Qwen2.5-0.5B", "qlora", "qlora"),
+        ("Qwen2.5-7B", "something", "qlora"),  # of a stranger
+    ],
+)
+def test_a_begun_run_keeps_4_or_16_bits(model: str, began: str, expected: str) -> None:
+    begun = profiles.keep_begun(resolve("ampere_24gb", model, RTX), {"method": began})
+    for rows in (None, profiles.Rows.of([200] * 885)):
+        profile = profiles.fit(begun, rows).profile
+        assert profile.method == expected
+        assert profile.quantization.load_in_4bit is (expected == "qlora")
 
 
 def test_what_a_profile_names_is_kept() -> None:

@@ -225,14 +225,17 @@ def _problem_of(error: ErrorDetails, place: str) -> Problem:
     for part in error["loc"]:
         place += f"[{part}]" if isinstance(part, int) else f".{part}"
     value = error["input"]
+    kind = KINDS.get(error["type"], "wrong_type")
     if isinstance(value, list) and any(map(_is_medium, value)):
-        return Problem("unsupported_field", place, short(value))
-    return Problem(KINDS.get(error["type"], "wrong_type"), place, short(value))
+        kind = "unsupported_field"
+    return Problem(kind, place, short(value))
 
 
 def _is_medium(part: Any) -> bool:
     """Whether a part of a message's content is an image, a video or a sound."""
-    return isinstance(part, dict) and (part.get("type") in MEDIA or any(part.get(name) for name in MEDIA))
+    if not isinstance(part, dict):
+        return False
+    return part.get("type") in MEDIA or any(part.get(name) for name in MEDIA)
 
 
 def check_row(row: Row | RowError, mapping: str = "", repair: bool = True) -> ChatRow | RowError:

@@ -1,5 +1,6 @@
 """Did the tuning help? The same questions before and after, scores with intervals, and a verdict that can say no."""
 
+from nbutils.evaluation.bits import base_losses
 from nbutils.evaluation.comparison import compare_models, open_evaluator, score_table, stored_answers
 from nbutils.evaluation.evaluator import Evaluator, Size
 from nbutils.evaluation.harness import parse_tasks, run_tasks
@@ -12,6 +13,7 @@ __all__ = [
     "Message",
     "Size",
     "answer_rows",
+    "base_losses",
     "compare_models",
     "open_evaluator",
     "parse_tasks",

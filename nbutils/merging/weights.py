@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,9 +149,23 @@ def quantized_weights(folder: Path) -> set[str]:
 
     with torch.device("meta"):  # no memory for weights
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+    return {f"{name}.weight" for name, _ in _quantized_layers(model)}
+
+
+def round_to_4_bits(model: Any, settings: Mapping[str, Any]) -> None:
+    """Replace the weights of a loaded model, in place, by what training in 4 bits would see of them."""
+    for _, layer in _quantized_layers(model):
+        layer.weight.data = _through_4_bits(layer.weight.data, settings)
+
+
+def _quantized_layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """The layers that transformers loads in 4 bits, and their names."""
+    import torch
+
     head = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
-    return {f"{name}.weight" for name, module in linear.items() if module is not head}
+    for name, module in model.named_modules():
+        if type(module) is torch.nn.Linear and module is not head:
+            yield name, module
 
 
 def read_factors(plan: WeightPlan, device: str = "cpu") -> Factors:
@@ -184,7 +198,7 @@ def _through_4_bits(weight: torch.Tensor, settings: Mapping[str, Any]) -> torch.
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    if settings["dtype"]:
+    if settings.get("dtype"):
         weight = weight.to(getattr(torch, settings["dtype"]))
     packed, state = quantize_4bit(
         weight.contiguous(),

@@ -147,8 +147,8 @@ class Forecast(Estimate):
         if self.shape.linear_attention and self.gpu.capability < BF16_FROM:
             notes.append(
                 tr(
-                    "this GPU has no kernels for the Gated DeltaNet layers of {model}: row by row it is many times "
-                    "slower than said here; take a model without them, as Qwen3-4B-Instruct-2507 is",
+                    "the kernels for the Gated DeltaNet layers of {model} do not run on this GPU: it is many times "
+                    "slower than said here; take a model without such layers, as Qwen3-4B-Instruct-2507 is",
                     model=self.shape.name,
                 )
             )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nbutils.distributed import SHARDED
 from nbutils.files import GIB
-from nbutils.models import Linears, Shape
+from nbutils.models import LinearAttention, Linears, Shape
 from nbutils.plan.gpus import GPUSpec
 
 # weights: bytes of one weight of the linear layers
@@ -199,12 +199,14 @@ def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
     backward = max(layer.backward for layer in layers)
     kept = sum(layer.number * layer.saved for layer in layers)
     if recipe.gradient_checkpointing:
-        backward = max(layer.backward + layer.saved for layer in layers) - layer_input  # computed again
+        computed_again = max(layer.saved + layer.backward for layer in layers)
+        backward = computed_again - layer_input
         kept = shape.layers * layer_input
     if recipe.activation_offloading:
         kept = min(OFFLOAD_STASH, shape.layers) * layer_input
     sizes["activations"] = kept + backward
-    sizes["logits"] = max(0.0, loss_bytes(shape, tokens, number_bytes) - backward)  # before a layer is at work
+    loss = loss_bytes(shape, tokens, number_bytes)
+    sizes["logits"] = max(0.0, loss - backward)  # before a layer is at work
     sizes["workspace"] = SLACK
     if recipe.attn_implementation == "sdpa":  # rows are laid end to end: one long one
         sizes["workspace"] += MASK * tokens**2
@@ -228,37 +230,65 @@ class Layers(NamedTuple):
 def _layers(shape: Shape, recipe: Recipe) -> list[Layers]:
     """Those with softmax attention, and those with Gated DeltaNet if there are any."""
     mlp = shape.intermediate * (SAVED_MLP if recipe.fuses_lora else PLAIN_MLP)
-    shared = shape.hidden * (SAVED_HIDDEN if recipe.uses_liger else PLAIN_HIDDEN) + mlp + recipe.r * ADAPTERS
+    norms = shape.hidden * (SAVED_HIDDEN if recipe.uses_liger else PLAIN_HIDDEN)
+    shared = norms + mlp + recipe.r * ADAPTERS
     thinned = 2 if recipe.lora_dropout else 1  # with dropout also the thinned activation
     gradients: float = shape.hidden + thinned * shape.intermediate
-    softmax = shared + _softmax_numbers(shape)
-    layers = [_layer(shape, recipe, shape.softmax_layers, shape.softmax_linears, softmax, gradients)]
+    layers = [
+        Layers(
+            shape.softmax_layers,
+            _saved(shape, recipe, shape.softmax_linears, shared + _softmax_numbers(shape)),
+            _backward(shape, recipe, gradients),
+        )
+    ]
     if delta := shape.linear_attention:
-        saved = shared + SAVED_CONVOLVED * delta.convolved + SAVED_VALUES * delta.values
-        saved += CHUNK * delta.num_value_heads
-        states = BACKWARD_STATES * delta.key_head_dim * delta.value_head_dim / CHUNK
-        rule = delta.num_value_heads * (states + BACKWARD_KEYS * delta.key_head_dim)
-        gradients = max(gradients, rule - mlp)  # the MLP comes first, and what it kept is free by then
-        layers.append(_layer(shape, recipe, delta.layers, delta.linears(shape.hidden), saved, gradients))
+        gradients = max(gradients, _rule_numbers(delta) - mlp)  # the MLP comes first: what it kept is free by then
+        layers.append(
+            Layers(
+                delta.layers,
+                _saved(shape, recipe, delta.linears(shape.hidden), shared + _delta_numbers(delta)),
+                _backward(shape, recipe, gradients),
+            )
+        )
     return layers
 
 
 def _softmax_numbers(shape: Shape) -> float:
     """Numbers of a token that softmax attention keeps."""
     if shape.linear_attention:
-        return shape.head_dim * (GATED_HEADS * shape.heads + GATED_KV_HEADS * shape.kv_heads)
-    return shape.head_dim * SAVED_HEADS * (shape.heads + shape.kv_heads)
+        heads = GATED_HEADS * shape.heads + GATED_KV_HEADS * shape.kv_heads
+    else:
+        heads = SAVED_HEADS * (shape.heads + shape.kv_heads)
+    return shape.head_dim * heads
 
 
-def _layer(shape: Shape, recipe: Recipe, number: int, attention: Linears, saved: float, gradients: float) -> Layers:
-    """Layers of which each token keeps so many numbers, and needs so many more in the backward pass."""
-    token = saved * recipe.number_bytes
+def _delta_numbers(delta: LinearAttention) -> float:
+    """Numbers of a token that Gated DeltaNet keeps."""
+    chunk = CHUNK * delta.num_value_heads
+    return SAVED_CONVOLVED * delta.convolved + SAVED_VALUES * delta.values + chunk
+
+
+def _rule_numbers(delta: LinearAttention) -> float:
+    """Numbers of a token that are there only while the delta rule is computed backwards."""
+    states = BACKWARD_STATES * delta.key_head_dim * delta.value_head_dim / CHUNK
+    keys = BACKWARD_KEYS * delta.key_head_dim
+    return delta.num_value_heads * (states + keys)
+
+
+def _saved(shape: Shape, recipe: Recipe, attention: Linears, numbers: float) -> float:
+    """Bytes that a layer keeps for its backward pass, with so many numbers of each token."""
+    token = numbers * recipe.number_bytes
     if recipe.lora_dropout:
         token += sum(inner for inner, _ in attention + shape.mlp_linears)  # a byte for each input of an adapter
-    backward = recipe.tokens * gradients
+    return recipe.tokens * token
+
+
+def _backward(shape: Shape, recipe: Recipe, numbers: float) -> float:
+    """Bytes that are alive only while one layer is computed backwards: its gradients, one weight in 16 bits."""
+    size = recipe.tokens * numbers
     if recipe.method == "qlora":
-        backward += shape.largest_linear  # in 16 bits
-    return Layers(number, recipe.tokens * token, backward * recipe.number_bytes)
+        size += shape.largest_linear
+    return size * recipe.number_bytes
 
 
 def peak_gib(shape: Shape, recipe: Recipe) -> float:

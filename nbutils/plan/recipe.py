@@ -36,7 +36,9 @@ MOST_VALIDATED = 64  # rows
 LEAST_VALIDATED = 4
 SHARE = 0.05  # of the training time for validation
 FORWARD = 0.4  # the cost of a row without its backward pass
-SMALL = 1e9  # parameters: below, 4 bits cost a model much of what it knows, and 16 fit every GPU
+PRICE = 0.05  # nats per token that 4 bits may cost before the training; after it 15 to 39 % of a cost were left
+SMALL = 1e9  # parameters: where the cost is not known, smaller models get 16 bits, which fit every GPU
+METHODS = ("lora", "qlora")
 Choices = dict[str, Choice]  # by dotted name
 
 
@@ -91,6 +93,22 @@ class Begun:
     rows_per_step: int | None = None
     packing: bool | None = None
     validation_rows: int = 0
+    method: str = ""
+
+
+@dataclass(frozen=True)
+class BaseLosses:
+    """The loss of the base model on some held-out rows, before it is trained: unquantized (lora) and in 4 bits."""
+
+    rows: int
+    loss: dict[str, float]  # by method, in nats per token
+    gib: dict[str, float]  # that a training needs at least; empty without a GPU
+
+    def __str__(self) -> str:
+        text = tr("loss before training  {lora:.3f} unquantized, {qlora:.3f} in 4 bits", **self.loss)
+        if self.gib:
+            text += tr("\ntraining needs        {lora:.1f} GiB unquantized, {qlora:.1f} GiB in 4 bits", **self.gib)
+        return text
 
 
 def apply(profile: Profile, choices: Choices) -> Profile:
@@ -110,16 +128,17 @@ def choose(
     shape: Shape | None,
     processes: int = 1,
     begun: Begun = Begun(),
+    losses: BaseLosses | None = None,
 ) -> Choices:
     """The values a profile leaves to its model and its rows, by dotted name; without rows those of large data."""
+    method = _method(profile, shape, begun, losses)
     if rows is None:
         mean = profile.sft.max_length / 4  # placeholders, until the rows are known
-        choices = choose(profile, Rows(LARGE_DATA, mean, spread=mean), shape, processes)
+        choices = choose(profile, Rows(LARGE_DATA, mean, spread=mean), shape, processes, begun)
         reason = tr("recipe: the value for large data, until lesson 03 knows your rows")
         by_rows = {name: Choice(choice.value, reason) for name, choice in choices.items()}
-        return by_rows | _method(profile, shape)  # which does not depend on rows: it keeps its own reason
-    choices = _method(profile, shape)
-    choices |= _step(profile, rows, processes, begun)
+        return by_rows | method  # which does not depend on rows: it keeps its own reason
+    choices = method | _step(profile, rows, processes, begun)
     sft = apply(profile, choices).sft
     if sft.learning_rate == "auto":
         choices["sft.learning_rate"] = _learning_rate(sft, shape, rows, processes)
@@ -190,15 +209,38 @@ def _kept(value: Any) -> Choice:
     return Choice(value, tr("this run began with it"))
 
 
-def _method(profile: Profile, shape: Shape | None) -> Choices:
+def _method(profile: Profile, shape: Shape | None, begun: Begun, losses: BaseLosses | None) -> Choices:
     """4 or 16 bits, where the profile leaves it open."""
     if profile.method != "auto":
         return {}
     small = shape is not None and shape.params < SMALL
-    if profile.quantization.load_in_4bit and not small:
-        return {"method": Choice("qlora", "")}  # the comment in the profile says why
-    reason = tr("recipe: quantization.load_in_4bit is false, or below a billion parameters 4 bits lose quality")
-    return {"method": Choice("lora", reason), "quantization.load_in_4bit": Choice(False, tr("method lora"))}
+    four_bits = profile.quantization.load_in_4bit
+    if four_bits and begun.method in METHODS:
+        choice = _kept(begun.method)
+    elif four_bits and losses:
+        choice = _by_losses(losses)
+    elif four_bits and not small:
+        choice = Choice("qlora", "")  # the comment in the profile says why
+    else:
+        reason = tr("recipe: quantization.load_in_4bit is false, or most models below a billion lose much in 4 bits")
+        choice = Choice("lora", reason)
+    if choice.value == "qlora":
+        return {"method": choice}
+    return {"method": choice, "quantization.load_in_4bit": Choice(False, tr("method lora"))}
+
+
+def _by_losses(losses: BaseLosses) -> Choice:
+    """4 bits, unless they cost more than `PRICE`; both fit."""
+    cost = losses.loss["qlora"] - losses.loss["lora"]
+    reason = tr(
+        "measured on {rows} held-out rows: 4 bits cost {cost:.3f} nats per token (accepted: {price}), and need "
+        "{gib:.1f} GiB less",
+        rows=losses.rows,
+        cost=cost,
+        price=PRICE,
+        gib=losses.gib["lora"] - losses.gib["qlora"],
+    )
+    return Choice("lora" if cost > PRICE else "qlora", reason)
 
 
 def _step(profile: Profile, rows: Rows, processes: int, begun: Begun) -> Choices:

@@ -8,11 +8,14 @@ code computes the rows as a batch: correct, and slower.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
+import sys
 import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -28,6 +31,7 @@ from nbutils.hardware import Choice
 from nbutils.language import tr
 
 KNOWN_LAYERS = ("Qwen3_5GatedDeltaNet",)
+DELTA_RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")  # in the module of these layers
 CHUNK = 64  # tokens that the reference code computes together
 ROWS = (11, 3, 17, 5)  # tokens of the rows with which a model is tried
 EDGES = (65, 1, 127, 64)  # of those with which kernels are tried, whose chunks have 64 tokens
@@ -119,12 +123,14 @@ def adapt_layers(model: nn.Module) -> str:
     how = hardware.delta_rule_kernels(hardware.gpu())
     if how.value:
         how = _checked_kernels(layers[0], how)
+    if not how.value:
+        _use_reference_code(layers[0])
     for layer in layers:
-        replace_forward(layer, forward_with_kernels if how.value else forward_by_row)
+        replace_forward(layer, forward_with_kernels if how.value else forward_with_reference_code)
     return tr("{count} Gated DeltaNet layers: {how}", count=len(layers), how=how.reason)
 
 
-def forward_by_row(self: Any, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
+def forward_with_reference_code(self: Any, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
     """A Gated DeltaNet layer's own forward, with the packed rows as a batch for each number of chunks.
 
     The reference code fills the last chunk of a row with zeros in any case, and no token sees what follows it.
@@ -136,13 +142,17 @@ def forward_by_row(self: Any, hidden_states: Tensor, cache_params: Any = None, *
     rows = hidden_states[0].split(lengths)
     batches: dict[int, list[int]] = {}
     for number, length in enumerate(lengths):
-        batches.setdefault(math.ceil(length / CHUNK), []).append(number)
+        chunks = math.ceil(length / CHUNK)
+        batches.setdefault(chunks, []).append(number)
     computed: dict[int, Tensor] = {}
     for numbers in batches.values():
-        out = self.stock_forward(pad_sequence([rows[number] for number in numbers], batch_first=True))
+        alike = [rows[number] for number in numbers]
+        out = self.stock_forward(pad_sequence(alike, batch_first=True))
         for number, states in zip(numbers, out, strict=True):
             computed[number] = states[: lengths[number]]
-    return torch.cat([computed[number] for number in range(len(rows))])[None]
+    in_order = [computed[number] for number in sorted(computed)]
+    together = torch.cat(in_order)
+    return together[None]
 
 
 def forward_with_kernels(self: Any, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
@@ -199,17 +209,26 @@ def _checked_kernels(layer: Any, how: Choice) -> Choice:
     weight = layer.conv1d.weight
     width = layer.in_proj_qkv.in_features
     states = torch.randn(1, sum(EDGES), width, device=weight.device, dtype=weight.dtype, requires_grad=True)
-    edges = torch.tensor([0, *accumulate(EDGES)], device=weight.device, dtype=torch.int32)
+    inputs = [states, *parameters]
+    starts = [0, *accumulate(EDGES)]
+    edges = torch.tensor(starts, device=weight.device, dtype=torch.int32)
 
     def results(forward: Forward) -> Sequence[Tensor]:
         with torch.autocast(weight.device.type, dtype=weight.dtype):
             out = forward(layer, states, cu_seq_lens_q=edges)
-        gradients = torch.autograd.grad(out.float().square().sum(), [states, *parameters], allow_unused=True)
-        return [out.detach(), *(gradient for gradient in gradients if gradient is not None)]
+        loss = out.float().square().sum()
+        gradients = torch.autograd.grad(
+            loss,
+            inputs,
+            allow_unused=True,
+        )
+        used = [gradient for gradient in gradients if gradient is not None]
+        return [out.detach(), *used]
 
     layer.stock_forward = layer.forward
+    undo = _use_reference_code(layer)
     try:
-        expected = results(forward_by_row)
+        expected = results(forward_with_reference_code)
         computed = results(forward_with_kernels)
         worst = max(_difference(*pair) for pair in zip(computed, expected, strict=True) if pair[1].any())
         problem = "" if worst < WRONG else tr("they differ by {worst:.0%} from the reference code", worst=worst)
@@ -218,10 +237,21 @@ def _checked_kernels(layer: Any, how: Choice) -> Choice:
             raise
         problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     finally:
+        undo()
         del layer.stock_forward
     if not problem:
         return how
     return Choice(False, hardware.reference_code(tr("the kernels fail on this GPU ({problem})", problem=problem)))
+
+
+def _use_reference_code(layer: Any) -> Callable[[], None]:
+    """Let transformers compute the delta rule by its own code, whatever kernels it has found; what undoes this."""
+    where = type(layer).__module__
+    names = vars(sys.modules[where])
+    found = {name: names[name] for name in DELTA_RULES}
+    for name, rule in found.items():
+        names[name] = inspect.unwrap(rule)
+    return partial(names.update, found)
 
 
 def _allow_triton(head_dim: int) -> None:

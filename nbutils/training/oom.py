@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 from trl.models import activation_offloading
 
@@ -118,9 +117,7 @@ def _free_broken_step(trainer: Any) -> None:
     """Free what a step that broke off still holds."""
     trainer.model.zero_grad(set_to_none=True)
     trainer.callback_handler.train_dataloader = None
-    hardware.free_memory()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()  # the reported peak is that of the settings that fit
+    hardware.free_memory()  # the reported peak is that of the settings that fit
 
 
 def _save_finished_step(trainer: Any) -> Path:

@@ -96,6 +96,18 @@ print(dataset)
 print(chat.check_contract(dataset))
 
 # %% [markdown]
+# ## 4 bit 还是 16 bit？
+#
+# QLoRA 把基座模型压到 4 bit，普通 LoRA 保持 16 bit。4 bit 时每个权重只剩 16 种取值：内存大约只要三分之一，代价却因模型而异，有的忘掉不少，有的几乎没有影响。所以训练之前先测：基座模型在一部分验证集样本上的损失，再把线性层的权重都舍入到 4 bit（bitsandbytes 的 `quantize_4bit` 和 `dequantize_4bit`），重新算一遍。损失每个 token 最多升高 0.05 nat，或者 16 bit 放不下，`method: auto` 就用 4 bit。没法测的时候，不到 10 亿参数的模型用 16 bit，其他的用 4 bit。自带的小模型不论代价多少都用 4 bit 训练，这样这一课走的就是真实流程；在 CPU 上，没量化的那个是 float32。
+
+# %%
+from nbutils import evaluation, training
+
+training.require_unquantized(lesson.model)
+training.require_own_weights(lesson.model)
+losses = evaluation.base_losses(lesson.begun(), dataset, eval_rows)
+
+# %% [markdown]
 # ## 训练配方
 #
 # 批大小、轮数（epoch）和学习率取决于你的样本：样本总数不变时，批越大，更新次数越少；更新太少，损失就降不下来。`conversations_per_step` 是一步的大小；GPU 只决定怎么算：一次算 `per_device_train_batch_size` 条，累积 `gradient_accumulation_steps` 次。开启 packing 后，几段对话会拼成一条序列，所以 2 条序列的一步里可能有 8 段对话。接下来是最要紧的几个值和理由（去掉 `only` 可以看全部），最后是这次训练要占用多少机器资源。每个名称就是对应的库里的参数名。验证损失用验证集里的多少条来算，也由配方决定（`validation`），渲染方式和训练样本一样。
@@ -103,7 +115,7 @@ print(chat.check_contract(dataset))
 # %%
 from nbutils import display, plan
 
-lesson = lesson.with_recipe(dataset.lengths, len(eval_rows))
+lesson = lesson.with_recipe(dataset.lengths, len(eval_rows), losses)
 profile = lesson.profile
 validation = chat.validation_dataset(dataset, eval_rows, profile.course.validation_rows)
 most = ("method", "from_pretrained", "lora.r", "sft.max_length", "sft.per_device_train_batch_size",
@@ -115,7 +127,7 @@ print(plan.describe(plan.require(lesson.resolved)))
 # %% [markdown]
 # ## 把模型量化到 4 bit
 #
-# NF4 的 16 个取值按正态分布设置，0 附近更密，正好适合训练好的权重；双重量化（double quantization）把量化常数也压缩；矩阵乘法用你这台机器的精度计算。（不设置的话，bitsandbytes 默认用 `fp4` 和 float32。）不到 10 亿参数的模型量化到 4 bit 效果下降太多，`auto` 会给这类模型设成 `method: lora`，让基座模型保持 16 bit。（自带的小模型还是用 4 bit 训练，这样这一课走的就是真实流程。）
+# NF4 的 16 个取值按正态分布设置，0 附近更密，正好适合训练好的权重；双重量化（double quantization）把量化常数也压缩；矩阵乘法用你这台机器的精度计算。（不设置的话，bitsandbytes 默认用 `fp4` 和 float32。）如果是 `method: lora`，基座模型保持 16 bit，这些都用不上。
 
 # %%
 import torch
@@ -133,10 +145,8 @@ quantization = BitsAndBytesConfig(
 
 # %%
 from transformers import AutoModelForCausalLM, set_seed
-from nbutils import distributed, training
+from nbutils import distributed
 
-training.require_unquantized(lesson.model)
-training.require_own_weights(lesson.model)
 set_seed(SEED)
 model = AutoModelForCausalLM.from_pretrained(
     lesson.model,
@@ -154,8 +164,6 @@ print(f"模型占用 {model.get_memory_footprint() / 2**20:,.0f} MiB")
 # 从验证集取三个问题，让还没微调的基座模型回答。训练后再问同样三个。
 
 # %%
-from nbutils import evaluation
-
 questions = eval_rows[:3]
 before = evaluation.answer_rows(model, tokenizer, questions)
 display.show_answers(questions, before=before)
@@ -264,14 +272,11 @@ print(result)
 # ## 训练损失和验证损失
 #
 # 只看训练损失不够：样本背下来了，训练损失也会降。验证损失在训练从没见过的样本上计算，留下的就是验证损失最低那一步的适配器。
+#
+# 下面还有四次 135M 模型的训练，拿来和你的对照。*正常*：两条曲线都先下降再走平（学习率 2e-4）。*太慢*：学习率太小（1e-6），或者步数太少。*发散*：学习率太高（0.05），步子迈得太大，损失反而上升。*过拟合*：32 条样本背下来了，验证损失反而上升。
 
 # %%
 display.plot_losses(result.history, lesson.run.logs / "loss.png")
-
-# %% [markdown]
-# 四次 135M 模型的训练，拿来和你的对照。*正常*：两条曲线都先下降再走平（学习率 2e-4）。*太慢*：学习率太小（1e-6），或者步数太少。*发散*：学习率太高（0.05），步子迈得太大，损失反而上升。*过拟合*：32 条样本背下来了，验证损失反而上升。
-
-# %%
 display.plot_loss_examples()
 
 # %% [markdown]
@@ -319,4 +324,4 @@ if missing:
 #
 # 第 04 课把适配器合并进模型，再看微调到底有没有用。
 # %%
-lesson.finish(dataset, result)
+lesson.finish(dataset, result, base_losses=losses and vars(losses))
