@@ -438,6 +438,13 @@ def test_a_served_model_is_compared_with_lesson_04(course_run: Path, tmp_path: P
     with refused("Serve the folder lesson 04 wrote, with its own"):
         identical_answers(merged, changed)
 
+    assert "reasoning-parser" not in merged.flags
+    thinks = shutil.copytree(started.run.merged, tmp_path / "thinks")
+    template = (thinks / "chat_template.jinja").read_text(encoding="utf-8")
+    opened = "{% if add_generation_prompt %}<think>\n{% endif %}"
+    (thinks / "chat_template.jinja").write_text(template + opened, encoding="utf-8")
+    assert served(str(thinks)).flags["reasoning-parser"] == "qwen3"
+
     another_model = served(str(files.TINY_MODEL))
     assert identical_answers(another_model, other_answers)["count"] == 0, "reported only"
 

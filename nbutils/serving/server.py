@@ -98,8 +98,11 @@ def link_text_model(folder: Path, text_folder: Path) -> None:
     For pictures `transformers serve` would need torchvision and the processor's files, also if nobody sends one.
     """
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    AutoConfig.from_pretrained(folder).get_text_config().save_pretrained(text_folder)
+    config = AutoConfig.from_pretrained(folder).get_text_config()
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(text_folder)
     for file in folder.absolute().iterdir():
         if file.name != "config.json" and not file.name.endswith("processor_config.json"):
             (text_folder / file.name).symlink_to(file)
