@@ -25,8 +25,8 @@ SHAPE: dict[str, Any] = {
 CONFIGS: dict[str, type[PretrainedConfig]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "glm4": Glm4Config}
 SEEING: dict[str, Any] = {  # hybrid text layers, with a vision model beside them
     "text_config": SHAPE | {
-        "intermediate_size": 128, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16, "mamba_ssm_dtype": "float32",
+        "intermediate_size": 128, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "mamba_ssm_dtype": "float32",
     },
     "vision_config": {
         "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
