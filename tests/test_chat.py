@@ -437,7 +437,7 @@ def test_without_validation_rows_there_is_no_dataset(filtered: chat.FilteredRows
 
 
 def test_where_no_validation_row_fits_it_is_refused(filtered: chat.FilteredRows) -> None:
-    with refused("No held-out row can be used for validation", "max_length 40", "course.validation_rows=0"):
+    with refused("No held-out row can be used", "max_length 40", "course.validation_rows=0"):
         chat.validation_dataset(filtered, [{"messages": LONG}], 1)
 
 

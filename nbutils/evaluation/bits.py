@@ -24,39 +24,44 @@ def base_losses(resolved: Any, dataset: chat.FilteredRows, held_out: Sequence[An
     losses = None
     if distributed.is_main():
         try:
-            gib = _memory(resolved)
-            examples = chat.held_out_examples(dataset, held_out, most=32)  # take seconds, and tell about 0.01 nats
-            losses = BaseLosses(len(examples), measure(resolved, examples), gib)
-            hardware.free_memory()  # the reported peak is that of the training
-            print(losses)
-        except CourseError as problem:
-            print(tr("4 or 16 bits: not measured. {reason}", reason=problem.seen))
+            gib = _needed_gib(resolved)
+            reason = _reason_not_to_measure(resolved, gib)
+            if not reason:
+                examples = chat.held_out_examples(dataset, held_out, most=32)  # take seconds, and tell about 0.01 nats
+                losses = BaseLosses(len(examples), measure(resolved, examples), gib)
+                hardware.free_memory()  # the reported peak is that of the training
+        except CourseError as problem:  # 16 bits do not fit, or no held-out row can be used
+            reason = problem.seen
+        print(losses or tr("4 or 16 bits: not measured. {reason}", reason=reason))
     return distributed.broadcast(losses)  # all must decide alike
 
 
-def _memory(resolved: Any) -> dict[str, float]:
-    """The GiB that a training needs at least, by method; refused where the losses are of no use, or 16 bits too large.
-
-    The bundled model is measured whatever the profile says: it takes a second, and is there to see it.
-    """
+def _needed_gib(resolved: Any) -> dict[str, float]:
+    """The GiB that a training needs at least, by method; empty where there is no forecast."""
     gib = {}
     for method in METHODS:
         profile = resolved.profile.model_copy(update={"method": method})
         if forecast := plan.require(replace(resolved, profile=profile)):
             gib[method] = forecast.least_gib
+    return gib
+
+
+def _reason_not_to_measure(resolved: Any, gib: dict[str, float]) -> str:
+    """Why the losses would be of no use, or 16 bits have no room; empty if they can be measured.
+
+    The bundled model is measured whatever the profile says: it takes a second, and is there to see it.
+    """
     as_written = resolved.as_written
     is_open = gib and as_written.method == "auto" and as_written.quantization.load_in_4bit
     is_shown = is_open or models.bundled_name(resolved.model)
     if resolved.begun.method or not is_shown or distributed.strategy() not in distributed.WHOLE:
-        raise CourseError(
-            tr(
-                "It takes a GPU, a model of known size, and a method that is still open: not named in the profile or "
-                "SET, not that of an earlier session, no FSDP or ZeRO."
-            )
+        return tr(
+            "It takes a GPU, a model of known size, and a method that is still open: not named in the profile or SET, "
+            "not that of an earlier session, no FSDP or ZeRO."
         )
     if gib and not placement.fit(gib["lora"], resolved.gpu):
-        raise CourseError(tr("Too much of the GPU is in use for 16 bits."))
-    return gib
+        return tr("Too much of the GPU is in use for 16 bits.")
+    return ""
 
 
 def measure(resolved: Any, examples: Sequence[chat.Example]) -> dict[str, float]:

@@ -100,7 +100,7 @@ def link_text_model(folder: Path, text_folder: Path) -> None:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    config = AutoConfig.from_pretrained(folder).get_text_config()
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     config.save_pretrained(text_folder)
     for file in folder.absolute().iterdir():
