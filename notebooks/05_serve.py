@@ -98,7 +98,8 @@ print(environment.reason or "as ENGINE says")
 #
 # More flags may be added there, for example `SET = "vllm.enable_prefix_caching=false"` in lesson 01 or 03. `model.flags` are those that
 # this machine and this model need, such as the precision of lesson 04; the last lines say why. You can copy the command to any machine
-# with vLLM.
+# that has the program and the folder. Of a model that also sees, `transformers serve` gets the text model alone: a folder with its own
+# `config.json` and links to the other files.
 
 # %%
 import shlex
@@ -133,19 +134,20 @@ print(serving.public_address(lesson.platform, server.port))
 # %% [markdown]
 # ## One request
 #
-# A client needs three things: an address, the name of the model, and messages. `client.models.list()` asks the server for the names it
-# answers to. `temperature=0` always takes the likeliest token. A model that thinks first gives its thoughts apart from the answer, in
-# `message.reasoning`, where the flag `reasoning-parser` is set; while it still thinks, `message.content` is empty.
+# A client needs three things: an address, the name of the model, and messages. `temperature=0` always takes the likeliest token. Both
+# servers can give the thoughts of a model that thinks first apart from its answer: vLLM in `message.reasoning`, where the flag
+# `reasoning-parser` is set, `transformers serve` in `message.reasoning_content`. While the model still thinks, `message.content` is empty.
+# `serving.generated_text` puts both together again. 64 tokens may not reach the end of its thoughts.
 
 # %%
 from openai import OpenAI
 
 client = OpenAI(base_url=server.url, api_key=server.api_key or "no key is checked")
-print("Models:  ", *[served.id for served in client.models.list()])
+print("Models:  ", *server.names)
 question = model.questions[0]
 response = client.chat.completions.create(model=server.model_name, messages=question, max_tokens=64, temperature=0)
 print("Question:", question[-1]["content"])
-print("Answer:  ", response.choices[0].message.content)
+print("Answer:  ", serving.generated_text(response.choices[0].message))
 
 # %% [markdown]
 # The same request from a terminal of this machine: paste both lines. The first one reads the key from the server's process, so that no
@@ -166,13 +168,14 @@ print(f"{server.root}/docs")
 # ## Streaming
 #
 # With `stream=True` the answer arrives in pieces, as the model generates it. This is how chat programs show text while it is
-# written. A bar marks where one piece ends and the next begins.
+# written. A bar marks where one piece ends and the next begins. Thoughts arrive in pieces of their own.
 
 # %%
 options = {"model": server.model_name, "messages": question, "max_tokens": 64, "temperature": 0}
 with client.chat.completions.create(**options, stream=True) as stream:
     for chunk in stream:
-        print(chunk.choices[0].delta.content or "", end="|")
+        piece = chunk.choices[0].delta
+        print(serving.thoughts(piece) or piece.content or "", end="|")
 print()
 
 # %% [markdown]
@@ -216,7 +219,8 @@ else:
 # The server gets all held-out questions, and its answers are compared with those that transformers gave in lesson 04. The prompts must
 # be the same tokens, or the server uses another chat template. In float32 the answers must be the same, too. In 16 bits they may
 # differ: two programs round differently, and where two tokens are almost equally likely, the other one may win. Tokens are compared,
-# thoughts included; `transformers serve` returns none, so its answers are compared as texts, without thoughts.
+# thoughts included; `transformers serve` returns none, so its answers are compared as texts, without thoughts, and not where rows have
+# tools.
 
 # %%
 same_answers = model.compare_answers(server)
@@ -254,20 +258,22 @@ temperature = 0.0
 answers = set()
 for _ in range(5 if server.running else 0):
     response = client.chat.completions.create(**options | {"temperature": temperature})
-    answers.add(response.choices[0].message.content)
+    answers.add(serving.generated_text(response.choices[0].message))
 print(*answers, sep="\n")
 print(f"[{' OK ' if len(answers) > 1 else 'todo'}] exercise: saw {len(answers)} kind(s) of answer in 5, expected 2 or more")
 
 # %% [markdown]
 # ## Chat
 #
-# One example. With `KEEP_RUNNING` a chat box follows: type, press Enter, and watch the answer grow; *Stop* ends it.
+# One example. With `KEEP_RUNNING` a chat box follows: type, press Enter, and watch the answer grow, after the thoughts of a model that
+# thinks; *Stop* ends it. An answer is cut off where lesson 04 cut it off, but not before 64 tokens.
 
 # %%
 from nbutils import chat_widget
 
 *opening, last = model.questions[-1]
-talk = chat_widget.Talk(client, server.model_name, opening=opening, max_tokens=64, temperature=0)
+max_tokens = max(64, model.evaluator.max_new_tokens)
+talk = chat_widget.Talk(client, server.model_name, opening=opening, max_tokens=max_tokens, temperature=0)
 box = chat_widget.chat(talk, last["content"], live=KEEP_RUNNING)
 
 # %% [markdown]

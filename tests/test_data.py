@@ -299,6 +299,13 @@ DEEP_LIST = json.loads("[" * 900 + "]" * 900)
      "images"),
     ({"conversations": [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "A bus."}],
       "image": "train2017/000000033471.jpg"}, "unsupported_field", "image"),
+    *[(with_answer("b") | {column: "a.jpg"}, "unsupported_field", column)
+      for column in ("image_path", "image_url", "picture", "video_path", "audio_path")],
+    ({"messages": [{**ASKED, "images": ["a.png"]}, ANSWERED]}, "unsupported_field", "messages[0].images"),
+    ({"messages": json.dumps([{**ASKED, "image": "a.png"}, ANSWERED])}, "unsupported_field", "messages[0].image"),
+    ({"messages": [{**ASKED, "content": "<image>\nWhat is this?"}, ANSWERED]}, "unsupported_field", "messages[0]"),
+    ({"messages": [{**ASKED, "content": "What is said?\n<audio>\n"}, ANSWERED]}, "unsupported_field", "messages[0]"),
+    ({"question": "<video>", "answer": "b"}, "unsupported_field", "question"),
     ({"messages": [ASKED, {**ANSWERED, "content": "", "reasoning_content": "hm"}]}, "empty", "messages[1]"),
 ])  # fmt: skip
 def test_rules_of_a_row(raw: Any, kind: str, field: str) -> None:
@@ -313,6 +320,22 @@ def test_a_mapping_does_not_hide_an_image_of_which_the_text_speaks(question: str
     [problem] = data.problems_of(raw, "user=text, assistant=label")
     assert (problem.kind, problem.field) == ("unsupported_field", "image")
     assert data.problems_of(raw | {"text": "A red bus, second hand"}, "user=text, assistant=label") == []
+
+
+@pytest.mark.parametrize("question", ["In SVG, what does <image> do?", "<image> or <img>?", "Use <image>\nor <img>?"])
+def test_a_question_about_a_tag_is_no_image(question: str) -> None:
+    assert accepted({"messages": [{**ASKED, "content": question, "images": []}, ANSWERED]})
+    svg = {"question": "Draw me a picture.", "answer": "<svg>\n<image>\n</svg>"}
+    assert accepted(svg)
+
+
+def test_a_mapping_may_name_a_column_called_image_as_text() -> None:
+    raw = {"q": "what does <image> do in SVG?", "a": "It embeds a picture.", "Image": "a caption"}
+    assert texts(accepted(raw, "user=q+image, assistant=a"))[0] == "what does <image> do in SVG?\na caption"
+    other = {"q": "What is this?", "a": "A bus.", "image": "bus.jpg", "note": "has an <image>"}
+    assert accepted(other, "user=q, assistant=a"), "the text that is trained does not speak of it"
+    [problem] = data.problems_of(raw | {"video": "bus.mp4"}, "user=q+image, assistant=a")
+    assert (problem.kind, problem.field) == ("unsupported_field", "video")
 
 
 def test_a_mapping_joins_columns_and_ignores_the_rest() -> None:

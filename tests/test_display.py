@@ -142,8 +142,9 @@ def test_bars_of_libraries_are_calm_where_no_one_watches(
 class Client:
     """An OpenAI client whose server streams words."""
 
-    def __init__(self, words: str = "one two three") -> None:
+    def __init__(self, words: str = "one two three", thoughts: str = "", name: str = "reasoning") -> None:
         self.words = words.split(" ")
+        self.thoughts = {name: thoughts}
         self.requests: list[dict[str, Any]] = []
         self.fails = False
         self.chat = SimpleNamespace(completions=self)
@@ -156,6 +157,7 @@ class Client:
         yield self.chunks()
 
     def chunks(self) -> Iterator[Any]:
+        yield SimpleNamespace(choices=[SimpleNamespace(delta=SimpleNamespace(content=None, **self.thoughts))])
         for place, word in enumerate(self.words):
             yield SimpleNamespace(choices=[SimpleNamespace(delta=SimpleNamespace(content=" " * (place > 0) + word))])
         yield SimpleNamespace(choices=[])  # the chunk that has only the usage
@@ -178,6 +180,15 @@ def test_the_next_question_knows_the_last_answer() -> None:
     list(said.stream("and?"))
     assert [message["role"] for message in client.requests[1]["messages"]] == ["system", "user", "assistant", "user"]
     assert {"model": "tuned", "max_tokens": 9, "stream": True}.items() <= client.requests[0].items()
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_thoughts_are_shown_as_they_come_and_are_no_part_of_the_dialogue(name: str) -> None:
+    said = talk(Client("so: 4", thoughts="two and two", name=name))
+    first, *_, last, _ = said.stream("2 + 2?")
+    assert first == "<think>two and two"
+    assert last == "<think>two and two</think>so: 4"
+    assert said.history[-1]["content"] == "so: 4"
 
 
 def test_where_nobody_can_type_the_dialogue_is_printed(capsys: Any) -> None:

@@ -491,6 +491,17 @@ def test_every_engine_trains_what_one_process_trains(tmp_path: Path, engine: str
     assert_same_training(alone, together, tolerance)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["fsdp_lora", "fsdp_qlora"])
+def test_fsdp_trains_a_hybrid_model_as_one_process_does(tmp_path: Path, engine: str) -> None:
+    settings = SIXTEEN if engine == "fsdp_lora" else ""
+    alone = tmp_path / "alone"
+    together = tmp_path / "together"
+    train(alone, settings=settings, PROFILE="tiny_hybrid")
+    train(together, engine, 2, settings, PROFILE="tiny_hybrid")
+    assert_same_training(alone, together)
+
+
 def newest_step(checkpoints: Path) -> int:
     """The newest step that a run has a checkpoint of."""
     return max(int(file.stem.removeprefix("checkpoint-")) for file in checkpoints.glob("checkpoint-*.json"))

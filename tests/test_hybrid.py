@@ -1,6 +1,7 @@
 """Hybrid models on packed rows: each row computes what it computes alone; where it would not, nothing is trained."""
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import wraps
@@ -18,10 +19,11 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from nbutils import distributed, hardware
 from nbutils.hardware import Choice
-from nbutils.training import hybrid
+from nbutils.training import hybrid, sharding
 from nbutils.training import model as lora
 
 VOCAB = 300
+REFERENCE = hybrid.forward_with_reference_code
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -128,9 +130,21 @@ def test_rows_that_see_each_other_are_found_and_refused(monkeypatch: pytest.Monk
     differences = (together - alone).abs().amax(dim=-1)
     assert (differences[:40] < EXACT).all(), "no later row changes the first one"
     assert differences[40] > 0.01, "the proof above can fail"
-    with refused("packed rows of Qwen3_5TextModel see each other", "sft.packing=false"):
+    with refused("packed rows of Qwen3_5TextModel see each other", "configs/models.yaml"):
         hybrid.require_rows_apart(model, nullcontext())
     assert model.training
+
+
+def test_a_little_of_another_row_is_found_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leaking_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        mixed = self.stock_forward(hidden_states)
+        return 0.99 * by_row(self, hidden_states, **kwargs) + 0.01 * mixed
+
+    model = hybrid_model()
+    monkeypatch.setattr(hybrid, "forward_with_reference_code", leaking_forward)
+    hybrid.adapt_layers(model)
+    with refused("see each other", "configs/models.yaml"):
+        hybrid.require_rows_apart(model, nullcontext())
 
 
 def test_transformers_alone_computes_no_packed_rows() -> None:
@@ -171,7 +185,7 @@ def test_zero3_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def by_row(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    return hybrid.forward_with_reference_code(self, hidden_states, **kwargs)
+    return REFERENCE(self, hidden_states, **kwargs)
 
 
 def wrong_output(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -214,6 +228,20 @@ def test_kernels_are_used_if_they_compute_what_the_reference_code_does(
     forwards = {part.forward.__func__ for part in model.modules() if type(part).__name__ in hybrid.KNOWN_LAYERS}
     assert forwards == {kernels if kernels is by_row else hybrid.forward_with_reference_code}
     hybrid.require_rows_apart(model, nullcontext())
+
+
+def test_a_package_of_kernels_that_cannot_be_imported_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "delta_rule_kernels", lambda gpu: Choice(True, "with kernels"))
+    monkeypatch.setitem(sys.modules, "fla", None)
+    assert "ModuleNotFoundError" in hybrid.adapt_layers(hybrid_model())
+
+
+def test_the_units_of_fsdp_are_layers_of_the_text_model() -> None:
+    """What accelerate does not find ends the training; a checkpoint that also sees names its vision layers too."""
+    model = hybrid_model()
+    assert "Qwen3_5VisionBlock" in model._no_split_modules, "or this test tests nothing"
+    sharding.name_units(model)
+    assert model._no_split_modules == ["Qwen3_5DecoderLayer"]
 
 
 def test_without_kernels_of_ours_those_that_transformers_found_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

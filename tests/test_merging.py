@@ -253,6 +253,34 @@ def test_a_model_is_cast_with_all_its_weights(shards: str, seeing_of: Bases, tmp
     assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
 
 
+def assert_indexed(folder: Path) -> None:
+    """The index of a model folder names every weight with its file, and the size of all."""
+    index = json.loads((folder / folders.INDEX).read_text())
+    stored = folders.open_base(folder).weights
+    assert index["weight_map"] == {name: tensor.file.name for name, tensor in stored.items()}
+    assert index["metadata"]["total_size"] == sum(tensor.size for tensor in stored.values())
+
+
+@pytest.mark.parametrize(("dtype", "settings"), [("float32", {}), ("bfloat16", {"modules_to_save": ["lm_head"]})])
+def test_the_index_of_a_merged_model_is_its_own(dtype: str, settings: Any, base_of: Bases, tmp_path: Path) -> None:
+    base = base_of(tied=True, shards="60KB")
+    adapter = models.make_adapter(base, tmp_path / "adapter", **settings)
+    report = merge(base, adapter, tmp_path / "out", dtype=dtype)
+    assert report.untied == bool(settings)
+    assert ("lm_head.weight" in models.weights(tmp_path / "out")) == bool(settings)
+    assert_indexed(tmp_path / "out")
+    merging.prove(base, adapter, tmp_path / "out")
+    shutil.copy(base / folders.INDEX, tmp_path / "out")
+    if settings:
+        with refused("lm_head.weight in "):
+            merging.prove(base, adapter, tmp_path / "out")
+
+
+def test_the_index_of_a_cast_model_is_its_own(base_of: Bases, tmp_path: Path) -> None:
+    merging.cast_model(base_of(tied=True, shards="60KB"), tmp_path, "float32")
+    assert_indexed(tmp_path)
+
+
 TUNED = "model.layers.1.self_attn.v_proj.weight"
 COPIED = "model.norm.weight"
 
@@ -428,9 +456,22 @@ def test_nothing_is_written_over_base_adapter_or_foreign_files(pair: Pair, tmp_p
 def test_values_that_are_not_finite_are_not_written(pair: Pair, tmp_path: Path) -> None:
     for file in pair[0].glob("*.safetensors"):
         rewrite(file, lambda name, tensor: torch.full_like(tensor, 1e6) if name == "model.norm.weight" else tensor)
-    with refused("A weight has infinite", "Merge in bfloat16"):
-        merge(*pair, tmp_path / "out", dtype="float16")
+    (tmp_path / "cast").mkdir()
+    for write in (
+        lambda: merge(*pair, tmp_path / "out", dtype="float16"),
+        lambda: merging.cast_model(pair[0], tmp_path / "cast", "float16"),
+    ):
+        with refused("A weight has infinite", "bfloat16") as caught:
+            write()
+        assert "learning rate" not in str(caught.value), "no training made the weight too large"
     assert not (tmp_path / "out").exists() and merge(*pair, tmp_path / "out").dtype == "bfloat16"
+
+
+def test_a_trained_weight_that_is_not_finite_is_not_written(pair: Pair, tmp_path: Path) -> None:
+    rewrite(pair[1] / ADAPTER, lambda name, tensor: tensor * 1e20)
+    with refused("A weight has infinite", "learning rate"):
+        merge(*pair, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
 
 
 KILLED = """

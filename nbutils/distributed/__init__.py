@@ -34,6 +34,7 @@ from nbutils.distributed.strategies import (  # noqa: F401
     STRATEGIES,
     WHOLE,
     device_map,
+    require_gathered_by_layer,
     require_method,
     strategy,
     strategy_name,

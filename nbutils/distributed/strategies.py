@@ -56,6 +56,15 @@ def require_method(name: str, method: str) -> None:
     )
 
 
+def require_gathered_by_layer(name: str, model: str) -> None:
+    """Refuse ZeRO-3 for a hybrid model: it gathers the weights of a layer that is called, and a convolution is not."""
+    if name == "zero3":
+        raise CourseError(
+            tr("ZeRO-3 cannot train a hybrid model like {model}.", model=model),
+            todo=tr("Use FSDP: ENGINE = fsdp_lora or fsdp_qlora in lesson 06."),
+        )
+
+
 def device_map(device: int | str, dtype: str, method: str) -> dict[str, int | str] | None:
     """For `from_pretrained`: where the weights go. FSDP takes its shards from RAM, ZeRO-3 makes them while loading."""
     require_method(strategy_name(method), method)

@@ -223,11 +223,8 @@ class Evaluator:
         """The answers with the `<think>` that a prompt may have opened for them, so that thinking is seen as such."""
         if not self.opens_thinking:
             return list(answers)
-        tagged = []
-        for answer in answers:
-            text = f"<think>{answer.text}"
-            tagged.append(replace(answer, text=text))
-        return tagged
+        # a server that gives thoughts apart has it put back already
+        return [replace(answer, text="<think>" + answer.text.removeprefix("<think>")) for answer in answers]
 
     def table(self, columns: Mapping[str, Sequence[str]], rows: int = 6) -> Table:
         """For display: question, reference, and each model's answer with a tick or a cross; private data masked."""

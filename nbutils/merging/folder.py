@@ -216,11 +216,14 @@ def weights_fingerprint(model: ModelFolder) -> str:
 
 
 def copy_companions(out: Path, base: ModelFolder, adapter: Path, dtype: str, untied: bool) -> None:
-    """Config, tokenizer and other small files: the base's, but the tokenizer files of the adapter if it has any."""
+    """Config, tokenizer and other small files: the base's, but the tokenizer files of the adapter if it has any.
+
+    The index is left out: it names the weights of the base, and their size.
+    """
     companions = [file for pattern in SMALL_FILES + TOKENIZER_FILES for file in base.path.glob(pattern)]
     companions += [file for pattern in TOKENIZER_FILES for file in adapter.glob(pattern)]
     for file in companions:
-        if file.is_file():
+        if file.is_file() and file.name != INDEX:
             shutil.copyfile(file, out / file.name)
     config = dict(base.config)
     parts = [config]

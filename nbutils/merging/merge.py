@@ -301,10 +301,11 @@ def _compute_block(plan: WeightPlan, factors: Factors, rows: slice, device: str)
     with torch.inference_mode():
         weight = compute_rows(plan, factors, rows, device)
         if not math.isfinite(weight.sum()) and not bool(weight.isfinite().all()):  # the sum is quick
-            raise CourseError(
-                tr("A weight has infinite or undefined values after the merge."),
-                todo=tr("Merge in bfloat16 or float32; if that fails too, train again at a lower learning rate."),
-            )
+            todo = tr("Use bfloat16 or float32: float16 ends at 65,504.")
+            if plan.is_tuned:
+                todo = tr("Merge in bfloat16 or float32; if that fails too, train again at a lower learning rate.")
+            seen = tr("A weight has infinite or undefined values in the precision to be written.")
+            raise CourseError(seen, todo=todo)
         return weight.view(-1).view(torch.uint8).numpy().data
 
 
@@ -314,7 +315,8 @@ def prove(base: str | Path, adapter: Path, folder: Path, *, onto: str = "full") 
     four_bit = FOUR_BIT if onto == "dequantized" else None
     plans = plan_weights(*_open_both(base, adapter), merged.dtype, four_bit)
     compared = {name: plan for name, plan in plans.items() if not plan.dequantized}  # those are computed whole
-    different = sorted(plans.keys() ^ merged.weights.keys())
+    indexed = files.read_object(folder / INDEX).get("weight_map", merged.weights)
+    different = sorted((plans.keys() ^ merged.weights.keys()) | (plans.keys() ^ indexed.keys()))
     different = different or [name for name, plan in compared.items() if not _rows_agree(plan, merged.weights[name])]
     if different:
         raise CourseError(

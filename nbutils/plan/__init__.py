@@ -16,7 +16,7 @@ from nbutils.hardware import Choice
 from nbutils.language import joined, tr
 from nbutils.models import find_shape
 from nbutils.plan import gpus as gpu_table
-from nbutils.plan.forecast import RECOMPUTE_MODES, Forecast, assumed_rows, known_shape, of_profile
+from nbutils.plan.forecast import RECOMPUTE_MODES, Forecast, assumed_rows, of_profile
 from nbutils.plan.gpus import GPUSpec
 from nbutils.plan.recipe import Choices, apply
 from nbutils.record import Facts
@@ -36,7 +36,7 @@ def example(resolved: Any, rows: int, mean_length: float) -> Forecast:
 
     Example: `plan.example(lesson.resolved, rows=10_000, mean_length=300)`
     """
-    shape = known_shape(resolved.model)
+    shape = resolved.shape
     if resolved.gpu and shape:
         profile = resolved.profile
         gpu = gpu_table.of_machine(resolved.gpu)
@@ -49,7 +49,7 @@ def require(resolved: Any) -> Forecast | None:
 
     Example: `print(plan.describe(plan.require(lesson.resolved)))`
     """
-    shape = known_shape(resolved.model)
+    shape = resolved.shape
     if resolved.gpu is None or shape is None:
         return None
     gpu = gpu_table.of_machine(resolved.gpu, distributed.world_size())
@@ -172,7 +172,7 @@ def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:
     if asked != "auto":
         distributed.require_method(asked, method)
         return Choice(asked, tr("parameter {name}", name="ENGINE"))
-    shape = known_shape(resolved.model)
+    shape = resolved.shape
     if resolved.gpu is None or shape is None:
         return Choice("ddp", tr("there is no GPU, or the size of the model is not known: each process holds it whole"))
     gpu = gpu_table.of_machine(resolved.gpu, processes)

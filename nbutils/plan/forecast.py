@@ -15,9 +15,9 @@ from nbutils import distributed
 from nbutils.config import SFT, Profile, flat
 from nbutils.errors import CourseError
 from nbutils.files import GIB
-from nbutils.hardware import BF16_FROM
+from nbutils.hardware import BF16_FROM, Choice
 from nbutils.language import tr
-from nbutils.models import Shape, find_shape
+from nbutils.models import Shape, find_shape, shape_in
 from nbutils.plan.gpus import GPUSpec, Price
 from nbutils.plan.memory import ADAPTER, Recipe, limit_gib, parts, peak_gib
 from nbutils.plan.recipe import Rows, Schedule, apply, choose, rows_per_step, schedule
@@ -144,15 +144,16 @@ class Forecast(Estimate):
         notes = [tr("the speed follows from published numbers: only the H200 was measured")]
         if self.gpu.note:
             notes.append(tr(self.gpu.note))
-        if self.shape.linear_attention and self.gpu.capability < BF16_FROM:
+        if self.shape.linear_attention and not self.recipe.uses_delta_rule_kernels:
             notes.append(
                 tr(
-                    "the kernels for the Gated DeltaNet layers of {model} do not run on this GPU: it is many times "
-                    "slower than said here; take a model without such layers, as Qwen3-4B-Instruct-2507 is",
+                    "the kernels for the Gated DeltaNet layers of {model} do not run on this GPU. Without them a "
+                    "training takes many times as long: take a model without such layers, as "
+                    "Qwen3-4B-Instruct-2507 is",
                     model=self.shape.name,
                 )
             )
-        if self.hours is None:
+        elif self.hours is None:
             notes.append(tr("hours need --rows and --mean-length, and --tflops for a GPU that is not in the table"))
         return notes
 
@@ -186,10 +187,12 @@ def time_text(hours: float) -> str:
     return tr("{hours:.1f} h", hours=hours)
 
 
-def known_shape(model: str) -> Shape | None:
-    """The shape of a model; None if it is not known before the download."""
+def known_shape(model: str, config: dict[str, Any] | None = None) -> Shape | None:
+    """The shape of a model, also by the config.json of one that is not here yet; None if nothing tells it."""
     with suppress(CourseError):
         return find_shape(model)
+    with suppress(ValueError, TypeError, KeyError, ZeroDivisionError):
+        return shape_in(model, config or {})
     return None
 
 
@@ -204,7 +207,11 @@ def of_profile(
 
     If nothing fits, it is the setting with the lowest peak.
     """
+    if shape.linear_attention:
+        distributed.require_gathered_by_layer(strategy, shape.name)
     settled = apply(profile, choose(profile, rows, shape, gpu.count))
+    if shape.linear_attention and gpu.capability < BF16_FROM and settled.from_pretrained.dtype == "auto":
+        settled = apply(settled, {"from_pretrained.dtype": Choice("float32", "")})  # as in the lessons
     recipe = best_option(shape, open_recipes(settled, profile.sft, gpu, rows, strategy), gpu)
     rate = tokens_per_second(shape, recipe, gpu)
     planned = schedule(settled.sft, rows, gpu.count) if rows else None

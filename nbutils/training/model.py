@@ -59,13 +59,20 @@ def require_own_weights(model: str) -> None:
 
     transformers compares them as it loads; on the meta device no weight is read.
     """
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        model,
-        device_map="meta",
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        trust_remote_code=False,
-    )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model,
+            device_map="meta",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+    except (ValueError, OSError) as problem:  # a model that only sees, one of tomorrow, a folder without weights
+        reason = str(problem).partition("\n")[0]
+        raise CourseError(
+            tr("transformers does not load {model} as a text model: {reason}", model=model, reason=reason),
+            todo=tr("Take a model of configs/models.yaml. If it is one of these, download or copy it again."),
+        ) from problem
     built, report = loaded
     stacks = {_stack(name) for name in built.state_dict()} - {""}
     # beside its layers a checkpoint may have parts that this model does not use, to see for instance

@@ -46,6 +46,13 @@ def adapt_to_strategy(trainer: Any) -> None:
 
         # accelerate's would gather and add up float32 adapters in 16 bits; autocast chooses as it does without FSDP
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
+        name_units(trainer.model)
+
+
+def name_units(model: Any) -> None:
+    """Let FSDP's units be the layers that are there: the text model of one that also sees names vision layers too."""
+    present = {type(part).__name__ for part in model.modules()}
+    model._no_split_modules = sorted(present.intersection(model._no_split_modules))
 
 
 def mix_in(trainer: Any, mixin: type) -> None:

@@ -91,7 +91,7 @@ print(environment.reason or "由 ENGINE 指定")
 # - `max_num_seqs`：一起计算的请求数，多出来的排队；
 # - `gpu_memory_utilization`：服务占用显存的比例。
 #
-# 别的启动参数也可以加在这里，例如在第 01 课或第 03 课设 `SET = "vllm.enable_prefix_caching=false"`。`model.flags` 是这台机器和这个模型需要的参数，例如第 04 课用的精度；最后几行说明理由。这条命令可以复制到任何装了 vLLM 的机器上用。
+# 别的启动参数也可以加在这里，例如在第 01 课或第 03 课设 `SET = "vllm.enable_prefix_caching=false"`。`model.flags` 是这台机器和这个模型需要的参数，例如第 04 课用的精度；最后几行说明理由。这条命令可以复制到任何装了这个程序、也有这个模型文件夹的机器上用。如果模型还能看图，`transformers serve` 只加载其中的文本模型：用的是另一个文件夹，里面有它自己的 `config.json`，其余文件都是链接。
 
 # %%
 import shlex
@@ -124,17 +124,17 @@ print(serving.public_address(lesson.platform, server.port))
 # %% [markdown]
 # ## 一个请求
 #
-# 客户端只需要三样东西：地址、模型名、消息。`client.models.list()` 问服务有哪些模型名可用。`temperature=0` 总是取概率最高的 token。先思考再回答的模型，如果设了 `reasoning-parser` 参数，思考内容会单独放在 `message.reasoning` 里；还没思考完时，`message.content` 是空的。
+# 客户端只需要三样东西：地址、模型名、消息。`temperature=0` 总是取概率最高的 token。先思考再回答的模型，两种服务都可以把思考内容和回答分开：vLLM 设了 `reasoning-parser` 参数时放在 `message.reasoning` 里，`transformers serve` 放在 `message.reasoning_content` 里。还没思考完时，`message.content` 是空的。`serving.generated_text` 把两部分重新合在一起。64 个 token 可能还不够思考完。
 
 # %%
 from openai import OpenAI
 
 client = OpenAI(base_url=server.url, api_key=server.api_key or "no key is checked")
-print("模型：", *[served.id for served in client.models.list()])
+print("模型：", *server.names)
 question = model.questions[0]
 response = client.chat.completions.create(model=server.model_name, messages=question, max_tokens=64, temperature=0)
 print("问题", question[-1]["content"])
-print("回答", response.choices[0].message.content)
+print("回答", serving.generated_text(response.choices[0].message))
 
 # %% [markdown]
 # 同样的请求也可以从这台机器的终端发：把两行都粘贴进去。第一行从服务的进程里读出 key，所以这里不会显示 key。不要把 key 写进 notebook；想自己定，就在启动 Jupyter 之前设好环境变量 `VLLM_API_KEY`。最后一行是一个网页，列出服务支持的所有接口。
@@ -152,13 +152,14 @@ print(f"{server.root}/docs")
 # %% [markdown]
 # ## 流式输出
 #
-# 加上 `stream=True`，模型一边生成，回答一边分段返回。聊天程序就是这样一边写一边显示的。竖线是前后两段的分界。
+# 加上 `stream=True`，模型一边生成，回答一边分段返回。聊天程序就是这样一边写一边显示的。竖线是前后两段的分界。思考内容也分段返回。
 
 # %%
 options = {"model": server.model_name, "messages": question, "max_tokens": 64, "temperature": 0}
 with client.chat.completions.create(**options, stream=True) as stream:
     for chunk in stream:
-        print(chunk.choices[0].delta.content or "", end="|")
+        piece = chunk.choices[0].delta
+        print(serving.thoughts(piece) or piece.content or "", end="|")
 print()
 
 # %% [markdown]
@@ -197,7 +198,7 @@ else:
 # %% [markdown]
 # ## 和第 04 课的回答一样吗？
 #
-# 把验证集的问题全部发给服务，再拿服务的回答和第 04 课里 transformers 的回答比较。提示词的 token 必须相同，不然就是服务用了别的对话模板。用 float32，回答也必须相同。用 16 bit 可以有差别：两个程序的舍入不同，两个 token 概率几乎相等时，选中的可能是另一个。比较的是 token，思考内容也算在内；`transformers serve` 不返回 token，只好比较文本，不比思考内容。
+# 把验证集的问题全部发给服务，再拿服务的回答和第 04 课里 transformers 的回答比较。提示词的 token 必须相同，不然就是服务用了别的对话模板。用 float32，回答也必须相同。用 16 bit 可以有差别：两个程序的舍入不同，两个 token 概率几乎相等时，选中的可能是另一个。比较的是 token，思考内容也算在内；`transformers serve` 不返回 token，只好比较文本，不比思考内容；数据里带工具时不比较。
 
 # %%
 same_answers = model.compare_answers(server)
@@ -229,20 +230,21 @@ temperature = 0.0
 answers = set()
 for _ in range(5 if server.running else 0):
     response = client.chat.completions.create(**options | {"temperature": temperature})
-    answers.add(response.choices[0].message.content)
+    answers.add(serving.generated_text(response.choices[0].message))
 print(*answers, sep="\n")
 print(f"[{' OK ' if len(answers) > 1 else '待做'}] 5 个回答有 {len(answers)} 种，需要 2 种或更多")
 
 # %% [markdown]
 # ## 聊天
 #
-# 先看一个例子。设了 `KEEP_RUNNING`，后面会有聊天框：输入文字，按回车，看着回答一点点出来；点“停止”可以中止。
+# 先看一个例子。设了 `KEEP_RUNNING`，后面会有聊天框：输入文字，按回车，看着回答一点点出来，会思考的模型先显示思考内容；点“停止”可以中止。回答的长度上限和第 04 课一样，但不少于 64 个 token。
 
 # %%
 from nbutils import chat_widget
 
 *opening, last = model.questions[-1]
-talk = chat_widget.Talk(client, server.model_name, opening=opening, max_tokens=64, temperature=0)
+max_tokens = max(64, model.evaluator.max_new_tokens)
+talk = chat_widget.Talk(client, server.model_name, opening=opening, max_tokens=max_tokens, temperature=0)
 box = chat_widget.chat(talk, last["content"], live=KEEP_RUNNING)
 
 # %% [markdown]
