@@ -706,13 +706,13 @@ def test_memory_does_not_grow_with_the_file_that_is_read(tmp_path: Path, monkeyp
 def test_memory_hardly_grows_with_the_rows_that_are_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("read", "build", "card"):
         monkeypatch.setattr(f"nbutils.data.{module}.CHUNK", 1 << 16)
-    rows = long_rows(700)
+    rows = long_rows(800)
     peaks = {}
-    for count in (9, 200, 700):  # the first run imports what is needed
+    for count in (9, 200, 800):  # the first run imports what is needed; at 200 and 800 hash tables are as full
         path = write(tmp_path / f"{count}.jsonl", rows[:count])
         card, peaks[count] = peak_memory(data.prepare, path, tmp_path / str(count))
         assert card.accepted == count
-    assert peaks[700] - peaks[200] < 500 * 320, "a row of 1500 characters leaves about 300 bytes"
+    assert peaks[800] - peaks[200] < 600 * 320, "a row of 1500 characters leaves about 300 bytes"
 
 
 @pytest.mark.parametrize(("name", "start", "filling", "mib"), [
