@@ -2,8 +2,8 @@
 
     python benchmarks/bits.py OUT.json MODEL FILE…
 
-MODEL is `tiny` or a folder with a real chat model; each FILE becomes train and held-out rows as in lesson 02 (`tiny`:
-the bundled sample). For each, the losses of lesson 03 (unquantized, and with the weights rounded to 4 bits in place),
+MODEL is `tiny`, `tiny_hybrid` or a folder with a real chat model; each FILE becomes train and held-out rows as in
+lesson 02 (the tiny ones: the bundled sample). For each, the losses of lesson 03 (unquantized, and with the weights rounded to 4 bits in place),
 the loss of the same model loaded in 4 bits by bitsandbytes, the method that `auto` takes, and the seconds. OUT.json
 gets one more entry for each file. Needs no GPU.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from nbutils import chat, data, files, hardware, platforms, profiles
+from nbutils import chat, data, files, hardware, models, platforms, profiles
 from nbutils.evaluation import bits
 from nbutils.plan.recipe import BaseLosses
 
@@ -43,13 +43,14 @@ def in_4_bits(resolved: profiles.Resolved, examples: Any) -> float:
 def measured(model: str, file: str) -> dict[str, Any]:
     """All numbers of one model on the rows of one file."""
     gpu = hardware.gpu()
-    profile = "tiny" if model == "tiny" else "hopper_141gb"
+    bundled = models.bundled_name(model)
+    profile = bundled or "hopper_141gb"
     resolved = profiles.resolve(
         profile, model, gpu=gpu, platform=platforms.detect(), online=lambda: False,
         overrides=lambda name: {"sft.max_length": (512, "benchmark")},
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        data.prepare("" if model == "tiny" else file, Path(folder), default=resolved.profile.course.data)
+        data.prepare("" if bundled else file, Path(folder), default=resolved.profile.course.data)
         train, held_out = data.load(Path(folder))
     dataset = chat.filter_by_length(AutoTokenizer.from_pretrained(resolved.model), train, 512)
     examples = chat.held_out_examples(dataset, held_out, most=64)
