@@ -3,9 +3,9 @@
     python benchmarks/bits.py OUT.json MODEL FILE…
 
 MODEL is `tiny`, `tiny_hybrid` or a folder with a real chat model; each FILE becomes train and held-out rows as in
-lesson 02 (the tiny ones: the bundled sample). For each, the losses of lesson 03 (unquantized, and with the weights rounded to 4 bits in place),
-the loss of the same model loaded in 4 bits by bitsandbytes, the method that `auto` takes, and the seconds. OUT.json
-gets one more entry for each file. Needs no GPU.
+lesson 02 (the tiny ones: the bundled sample). For each, the losses of lesson 03 (unquantized, and with the weights
+rounded to 4 bits in place), the loss of the same model loaded in 4 bits by bitsandbytes, the method that `auto` takes,
+and the seconds. OUT.json gets one more entry for each file. Needs no GPU.
 """
 
 from __future__ import annotations
