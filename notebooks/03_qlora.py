@@ -98,13 +98,13 @@ print(chat.check_contract(dataset))
 # %% [markdown]
 # ## 4 or 16 bits?
 #
-# QLoRA keeps the base model in 4 bits, plain LoRA in 16. In 4 bits each weight becomes one of 16 values: that takes about a third of
-# the memory, and costs much of what some models know and hardly anything of what others do. So it is measured before anything is
-# trained: the loss of the base model on some held-out rows, then the same with every weight of its linear layers rounded to 4 bits
-# (bitsandbytes' `quantize_4bit` and `dequantize_4bit`). `method: auto` takes 4 bits if they raise the loss by at most 0.05 nats per
-# token, or if 16 do not fit. Where it cannot be measured, models below a billion parameters get 16 bits and others 4. The bundled
-# tiny models are trained in 4 bits whatever they cost, so that the lesson is the real one; unquantized is float32 on a CPU. They know
-# nothing of their task yet, so their loss is high, and rounding may even lower it: it makes wrong guesses less sure.
+# QLoRA keeps the base model in 4 bits, plain LoRA in 16. In 4 bits each weight becomes one of 16 values: that takes about a third of the
+# memory, and costs much of what some models know and hardly anything of what others do. So it is measured before anything is trained: the
+# loss of the base model on some held-out rows, then the same with every weight of its linear layers rounded to 4 bits (bitsandbytes'
+# `quantize_4bit` and `dequantize_4bit`). On a GPU `method: auto` takes 4 bits if they raise the loss by at most 0.05 nats per token, or
+# if 16 do not fit. Without a GPU, and where it cannot be measured, models below a billion parameters get 16 bits and others 4. The
+# bundled tiny models are trained in 4 bits whatever they cost, so that the lesson is the real one; unquantized is float32 on a CPU. They
+# know nothing of their task yet, so their loss is high, and rounding can even lower it: it makes wrong guesses less sure.
 
 # %%
 from nbutils import evaluation, training

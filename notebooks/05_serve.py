@@ -123,9 +123,9 @@ print(serving.flags_reason(lesson.gpu, server.flags))
 # %% [markdown]
 # ## Start
 #
-# The command is run with two additions: the server listens on this machine only, and every client must send an API key. The server imports
-# its libraries, loads the weights, and reserves memory for the KV cache. Then it answers. It stops when you stop it, and when this notebook's
-# kernel ends.
+# The command is run with two additions: the server listens on this machine only, and every client of vLLM must send an API key
+# (`transformers serve` asks for none). The server imports its libraries, loads the weights, and reserves memory for the KV cache. Then it
+# answers. It stops when you stop it, and when this notebook's kernel ends.
 
 # %%
 startup_seconds = server.start().wait()
@@ -150,9 +150,9 @@ print("Question:", question[-1]["content"])
 print("Answer:  ", serving.generated_text(response.choices[0].message))
 
 # %% [markdown]
-# The same request from a terminal of this machine: paste both lines. The first one reads the key from the server's process, so that no
-# key is shown here. Never write a key into a notebook; to choose it yourself, set the variable `VLLM_API_KEY` before you start Jupyter.
-# The last line is a page that documents everything the server understands.
+# The same request from a terminal of this machine: paste what is printed. With vLLM a first line reads the key from the server's process,
+# so that no key is shown here. Never write a key into a notebook; to choose it yourself, set the variable `VLLM_API_KEY` before you start
+# Jupyter. The last line is a page that documents everything the server understands.
 
 # %%
 import json

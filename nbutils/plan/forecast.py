@@ -142,6 +142,8 @@ class Forecast(Estimate):
     def notes(self) -> list[str]:
         """What a learner should know about the forecast."""
         notes = [tr("the speed follows from published numbers: only the H200 was measured")]
+        if self.shape.linear_attention:
+            notes = [tr("memory and speed are calculated: no hybrid model was measured on a GPU yet")]
         if self.gpu.note:
             notes.append(tr(self.gpu.note))
         if self.shape.linear_attention and not self.recipe.uses_delta_rule_kernels:
@@ -156,6 +158,13 @@ class Forecast(Estimate):
         elif self.hours is None:
             notes.append(tr("hours need --rows and --mean-length, and --tflops for a GPU that is not in the table"))
         return notes
+
+    def columns(self) -> dict[str, str]:
+        """The numbers by the heads of a table; in place of an unknown speed, why it is low."""
+        columns = super().columns()
+        if self.shape.linear_attention and not self.recipe.uses_delta_rule_kernels:
+            columns["tokens/s"] = tr("without kernels")
+        return columns
 
     def facts(self) -> dict[str, Any]:
         """The forecast as `plan --json` prints it."""

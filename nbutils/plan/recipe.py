@@ -104,8 +104,21 @@ class BaseLosses:
     loss: dict[str, float]  # by method, in nats per token
     needed_gib: dict[str, float]  # that a training needs at least; empty without a GPU
 
+    @property
+    def cost(self) -> float:
+        """What 4 bits add to the loss."""
+        return self.loss["qlora"] - self.loss["lora"]
+
     def __str__(self) -> str:
-        text = tr("loss before training  {lora:.3f} unquantized, {qlora:.3f} in 4 bits", **self.loss)
+        text = tr(
+            "loss before training  {lora:.3f} unquantized, {qlora:.3f} in 4 bits: they cost {cost:.3f} nats per token "
+            "on {rows} held-out rows (`auto` accepts {price} on a GPU)",
+            lora=self.loss["lora"],
+            qlora=self.loss["qlora"],
+            cost=self.cost,
+            rows=self.rows,
+            price=PRICE,
+        )
         if self.needed_gib:
             text += tr(
                 "\ntraining needs        {lora:.1f} GiB unquantized, {qlora:.1f} GiB in 4 bits", **self.needed_gib
@@ -223,7 +236,9 @@ def _method(profile: Profile, shape: Shape | None, begun: Begun, losses: BaseLos
     elif four_bits and (shape is None or shape.params >= SMALL):
         choice = Choice("qlora", "")  # the comment in the profile says why
     else:
-        reason = tr("recipe: quantization.load_in_4bit is false, or most models below a billion lose much in 4 bits")
+        reason = tr(
+            "recipe: quantization.load_in_4bit is false, or below a billion parameters, where nothing measured decides"
+        )
         choice = Choice("lora", reason)
     if choice.value == "qlora":
         return {"method": choice}
@@ -232,16 +247,15 @@ def _method(profile: Profile, shape: Shape | None, begun: Begun, losses: BaseLos
 
 def _by_losses(losses: BaseLosses) -> Choice:
     """4 bits, unless they cost more than `PRICE`; both fit."""
-    cost = losses.loss["qlora"] - losses.loss["lora"]
     reason = tr(
         "measured on {rows} held-out rows: 4 bits cost {cost:.3f} nats per token (accepted: {price}), and need "
         "{gib:.1f} GiB less",
         rows=losses.rows,
-        cost=cost,
+        cost=losses.cost,
         price=PRICE,
         gib=losses.needed_gib["lora"] - losses.needed_gib["qlora"],
     )
-    return Choice("lora" if cost > PRICE else "qlora", reason)
+    return Choice("lora" if losses.cost > PRICE else "qlora", reason)
 
 
 def _step(profile: Profile, rows: Rows, processes: int, begun: Begun) -> Choices:

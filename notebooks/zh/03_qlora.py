@@ -98,7 +98,7 @@ print(chat.check_contract(dataset))
 # %% [markdown]
 # ## 4 bit 还是 16 bit？
 #
-# QLoRA 把基座模型压到 4 bit，普通 LoRA 保持 16 bit。4 bit 时每个权重只剩 16 种取值：内存大约只要三分之一，代价却因模型而异，有的忘掉不少，有的几乎没有影响。所以训练之前先测：基座模型在一部分验证集样本上的损失，再把线性层的权重都舍入到 4 bit（bitsandbytes 的 `quantize_4bit` 和 `dequantize_4bit`），重新算一遍。损失每个 token 最多升高 0.05 nat，或者 16 bit 放不下，`method: auto` 就用 4 bit。没法测的时候，不到 10 亿参数的模型用 16 bit，其他的用 4 bit。自带的小模型不论代价多少都用 4 bit 训练，这样这一课走的就是真实流程；在 CPU 上，没量化的那个是 float32。它们还完全不会这个任务，损失本来就高，舍入反而可能让损失下降：错误的猜测不那么肯定了。
+# QLoRA 把基座模型压到 4 bit，普通 LoRA 保持 16 bit。4 bit 时每个权重只剩 16 种取值：内存大约只要三分之一，代价却因模型而异，有的忘掉不少，有的几乎没有影响。所以训练之前先测：基座模型在一部分验证集样本上的损失，再把线性层的权重都舍入到 4 bit（bitsandbytes 的 `quantize_4bit` 和 `dequantize_4bit`），重新算一遍。在 GPU 上，损失每个 token 最多升高 0.05 nat，或者 16 bit 放不下，`method: auto` 就用 4 bit。没有 GPU 或者没法测的时候，不到 10 亿参数的模型用 16 bit，其他的用 4 bit。自带的小模型不论代价多少都用 4 bit 训练，这样这一课走的就是真实流程；在 CPU 上，没量化的那个是 float32。它们还完全不会这个任务，损失本来就高，舍入反而可能让损失下降：错误的猜测不那么肯定了。
 
 # %%
 from nbutils import evaluation, training

@@ -115,7 +115,7 @@ print(serving.flags_reason(lesson.gpu, server.flags))
 # %% [markdown]
 # ## 启动
 #
-# 运行这条命令时还加了两点：服务只监听本机，客户端都要带 API key。服务先导入各种库，再加载权重，给 KV cache 预留显存或内存，然后就能回答。你手动停止，或者这个 notebook 的内核（kernel）结束，服务就会停。
+# 运行这条命令时还加了两点：服务只监听本机，vLLM 的客户端都要带 API key（`transformers serve` 不要）。服务先导入各种库，再加载权重，给 KV cache 预留显存或内存，然后就能回答。你手动停止，或者这个 notebook 的内核（kernel）结束，服务就会停。
 
 # %%
 startup_seconds = server.start().wait()
@@ -137,7 +137,7 @@ print("问题", question[-1]["content"])
 print("回答", serving.generated_text(response.choices[0].message))
 
 # %% [markdown]
-# 同样的请求也可以从这台机器的终端发：把两行都粘贴进去。第一行从服务的进程里读出 key，所以这里不会显示 key。不要把 key 写进 notebook；想自己定，就在启动 Jupyter 之前设好环境变量 `VLLM_API_KEY`。最后一行是一个网页，列出服务支持的所有接口。
+# 同样的请求也可以从这台机器的终端发：把打印出来的粘贴进去。用 vLLM 时，第一行从服务的进程里读出 key，所以这里不会显示 key。不要把 key 写进 notebook；想自己定，就在启动 Jupyter 之前设好环境变量 `VLLM_API_KEY`。最后一行是一个网页，列出服务支持的所有接口。
 
 # %%
 import json
