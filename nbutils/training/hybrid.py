@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
@@ -196,7 +196,7 @@ def forward_with_kernels(self: Any, hidden_states: Tensor, cache_params: Any = N
 
 
 def _checked_kernels(layer: Any, config: Any, how: Choice) -> Choice:
-    """The kernels, if their output and gradient are those of the reference code; else the reference code.
+    """The kernels, if their output and gradients are those of the reference code; else the reference code.
 
     They are tried with a layer of random weights: those of the model may still be in RAM, or elsewhere, under FSDP.
     """
@@ -206,6 +206,8 @@ def _checked_kernels(layer: Any, config: Any, how: Choice) -> Choice:
         trial = type(layer)(config, layer.layer_idx).to(dtype)
     trial.stock_forward = trial.forward
     states = torch.randn(1, sum(EDGES), config.hidden_size, device=device, dtype=dtype, requires_grad=True)
+    linears = [part.weight for part in trial.modules() if isinstance(part, nn.Linear)]  # those that get adapters
+    inputs = [states, *linears]
     starts = [0, *accumulate(EDGES)]
     edges = torch.tensor(starts, device=device, dtype=torch.int32)
 
@@ -213,8 +215,8 @@ def _checked_kernels(layer: Any, config: Any, how: Choice) -> Choice:
         with torch.autocast(device.type, dtype=dtype):
             out = forward(trial, states, cu_seq_lens_q=edges)
         loss = out.float().square().sum()
-        [gradient] = torch.autograd.grad(loss, states)
-        return [out.detach(), gradient]
+        gradients = torch.autograd.grad(loss, inputs)
+        return [out.detach(), *gradients]
 
     undo = _use_reference_code(layer)
     try:
