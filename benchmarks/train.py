@@ -12,6 +12,7 @@ the `unsloth` ways need Unsloth.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -52,6 +53,8 @@ WAYS: dict[str, tuple[str, int, int, str]] = {
     "course-8x1-off-16": ("course", 8, 1, "off"),
     "unsloth-2x4-16": ("unsloth", 2, 4, "unsloth"),
     "course-2x4-16": ("course", 2, 4, "on"),
+    "reference-8x1-16": ("reference", 8, 1, "on"),
+    "float32-8x1-16": ("float32", 8, 1, "on"),
 }
 bits = 4  # of the base; `measure` sets what the way says
 
@@ -149,32 +152,70 @@ def stock(folder: Path, micro: int, accumulation: int, recompute: str, steps: in
     return trainer
 
 
-def course(folder: Path, micro: int, accumulation: int, recompute: str, steps: int) -> Any:
+def course(folder: Path, micro: int, accumulation: int, recompute: str, steps: int, dtype: str = "bfloat16") -> Any:
     """What lesson 03 does on this GPU."""
     from nbutils import training
     from nbutils.training import model as attention
 
-    ours = {"activation_offloading": recompute == "offload", "use_liger_kernel": True}
+    ours = {"activation_offloading": recompute == "offload", "use_liger_kernel": True, "bf16": dtype == "bfloat16"}
     args = settings(micro, accumulation, recompute, steps, packing=True, **ours)
-    trainer = sft(folder, args, attn_implementation=attention.attention("varlen"))
+    kind = "varlen" if dtype == "bfloat16" else "sdpa"
+    trainer = sft(folder, args, attn_implementation=attention.attention(kind), dtype=dtype)
     training.patch_lora_kernels(trainer)
     return trainer
 
 
+def reference(folder: Path, micro: int, accumulation: int, recompute: str, steps: int, **more: Any) -> Any:
+    """The same with Gated DeltaNet layers computed by transformers' own code, as where the kernels cannot run."""
+    from nbutils import hardware
+
+    hardware.delta_rule_kernels = lambda gpu: hardware.Choice(False, hardware.reference_code("to compare"))
+    return course(folder, micro, accumulation, recompute, steps, **more)
+
+
+def float32(folder: Path, micro: int, accumulation: int, recompute: str, steps: int) -> Any:
+    """That in float32, as lesson 03 trains hybrid models on a T4."""
+    return reference(folder, micro, accumulation, recompute, steps, dtype="float32")
+
+
+def text_only(folder: Path) -> Path:
+    """The same weights as a text model, where they are those of a hybrid one: no peer then loads vision weights."""
+    about = json.loads((folder / "config.json").read_text())
+    text = folder / "text"
+    if "text_config" not in about:
+        return folder
+    if not text.exists():
+        text.mkdir()
+        for path in folder.iterdir():
+            if path.is_file() and path.name != "config.json":
+                (text / path.name).symlink_to(path.resolve())
+        tied = {"tie_word_embeddings": about.get("tie_word_embeddings")}
+        config = about["text_config"] | tied | {"architectures": ["Qwen3_5ForCausalLM"], "dtype": "bfloat16"}
+        (text / "config.json").write_text(json.dumps(config))
+    return text
+
+
 def unsloth(folder: Path, micro: int, accumulation: int, recompute: str, steps: int) -> Any:
-    """Unsloth as its own notebooks set it up, packed."""
+    """Unsloth as its own notebooks set it up, packed, with the kernels it brings for hybrid models.
+
+    It packs these only where TRL does not compute the loss (`loss_type`).
+    """
+    os.environ.setdefault("UNSLOTH_FORCE_VENDORED_FLA", "1")
+    text = text_only(folder)
+    hybrid = {"loss_type": "nll"} if text != folder else {}
     from unsloth import FastLanguageModel  # isort: skip  (it must come before trl)
     from trl import SFTConfig, SFTTrainer
 
     model, tokenizer = FastLanguageModel.from_pretrained(
-        str(folder), max_seq_length=LONGEST, load_in_4bit=bits == 4, load_in_16bit=bits == 16
+        str(text), max_seq_length=LONGEST, load_in_4bit=bits == 4, load_in_16bit=bits == 16
     )
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor: the rows are text
     model = FastLanguageModel.get_peft_model(
         model, r=16, lora_alpha=32, lora_dropout=0, bias="none", target_modules=LINEAR,
         use_gradient_checkpointing="unsloth", random_state=0,
     )  # fmt: skip
-    args = settings(micro, accumulation, recompute, steps, packing=True, optim="adamw_8bit", max_length=LONGEST)
+    ours = {"packing": True, "optim": "adamw_8bit", "max_length": LONGEST} | hybrid
+    args = settings(micro, accumulation, recompute, steps, **ours)
     args.pop("gradient_checkpointing")
     return SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows(), args=SFTConfig(**args))
 
@@ -234,10 +275,14 @@ def measure(way: str, folder: Path, steps: int, profile: bool = False) -> dict[s
         "way": way, "tokens_per_second": round(meter.tokens_per_second(), 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 3), "loaded_gib": round(loaded / 2**30, 3),
+        "packed": bool(getattr(trainer.args, "packing", False)),
         "step_seconds": [round(one, 3) for one in meter.seconds[WARM_UP:]], "losses": [round(one, 3) for one in losses],
     }  # fmt: skip
     if profile:
-        found["profile"] = profile_of(trainer)
+        try:
+            found["profile"] = profile_of(trainer)
+        except Exception as problem:  # a peer's step may want what the trainer alone prepares
+            found["profile"] = repr(problem)
     return found
 
 
@@ -370,6 +415,7 @@ def main(
     if not (folder / "config.json").exists():
         maker = Path(__file__).with_name("random_model.py")
         subprocess.run([sys.executable, str(maker), model, str(folder)], check=True)
+    text_only(folder)  # before several processes want it
     tflops = measured_tflops()
     about = surroundings(model) | {"tflops": round(tflops, 1)}
     results: list[dict[str, Any]] = []
