@@ -247,8 +247,12 @@ class Meter:
                 meter.seconds.append(now - meter.ended)
                 meter.ended = now
                 if state.global_step == WARM_UP:
+                    torch.cuda.empty_cache()
+                    print("\nREADY", flush=True)
+                    sys.stdin.readline()  # all ways are loaded and compiled side by side, and timed one after the other
                     torch.cuda.reset_peak_memory_stats()  # tuning kernels takes memory, too
-                    meter.tokens, meter.began = 0, now
+                    meter.tokens, meter.began = 0, time.perf_counter()
+                    meter.ended = meter.began
 
         return Clock()
 
@@ -264,9 +268,6 @@ def measure(way: str, folder: Path, steps: int, profile: bool = False) -> dict[s
     bits = 16 if way.endswith("-16") else 4
     maker, micro, accumulation, recompute = WAYS[way]
     trainer = globals()[maker](folder, micro, accumulation, recompute, WARM_UP + steps)
-    torch.cuda.empty_cache()
-    print("\nREADY", flush=True)
-    sys.stdin.readline()  # all ways are loaded side by side, and train one after the other
     loaded = torch.cuda.memory_allocated()
     meter = Meter(trainer)
     trainer.train()
@@ -295,7 +296,7 @@ def profile_of(trainer: Any) -> dict[str, Any]:
     batch = next(iter(trainer.get_train_dataloader()))
     trainer.step = None
     trainer.model.train()
-    with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as log:
+    with record(activities=[ProfilerActivity.CUDA]) as log:
         began = time.perf_counter()
         type(trainer).training_step(trainer, trainer.model, dict(batch), torch.tensor(1000, device="cuda"))
         torch.cuda.synchronize()
