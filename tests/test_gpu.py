@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -118,13 +119,14 @@ def test_packed_rows_of_a_hybrid_model_are_those_alone_on_the_card(
     single = results(alone, torch.bfloat16, ours=False)
     exact = results(alone, torch.float32, ours=False)
     assert packed.keys() == exact.keys()
-    worst = 0.0
+    ratios = []
     for name, expected in exact.items():
         noise = hybrid._difference(single[name], expected)
         error = hybrid._difference(packed[name], expected)
         print(f"{name}: {error:.4f}, alone {noise:.4f}")
-        worst = max(worst, error / max(noise, 0.005))
-    assert worst < 1.5
+        ratios.append(error / max(noise, 0.005))
+    assert statistics.mean(ratios) < 1.1  # as close to the truth as single rows
+    assert max(ratios) < 2  # either is rounded in its own way
 
 
 @pytest.mark.parametrize("recompute", [False, True])

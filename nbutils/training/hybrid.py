@@ -252,6 +252,6 @@ def _allow_triton(head_dim: int) -> None:
     The miscompiled kernel it fears is that for heads of 33 to 64 (its issue 640). Others are proven just below.
     """
     from fla.ops.common import chunk_o
+    from fla.utils import TRITON_ABOVE_3_7_1
 
-    if head_dim > 64:
-        chunk_o.TRITON_ABOVE_3_7_1 = True
+    chunk_o.TRITON_ABOVE_3_7_1 = TRITON_ABOVE_3_7_1 or head_dim > 64  # another model may have been here
