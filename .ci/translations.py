@@ -126,6 +126,7 @@ def texts_in_data() -> set[str]:
     texts |= {words for _, words in make.VERDICTS} | {"BROKEN", make.NOT_COMPARED}
     texts.add(served_model.NOTHING_STORED)
     texts |= {row[name] for row in engine.TABLE["gpus"] for name in ("name", "reason")}
+    texts |= {*engine.TABLE["model_flags"].values()}
     texts |= {text for text in engine.TABLE["reserved_flags"].values() if not text.startswith("Server(")}
     texts |= set(help_texts(cli.app)) | set(fact_names(read_json(ROOT / "tests/contracts.json")["facts"]["lessons"]))
     texts |= {name.replace("_", " ") for name in read_json(display.CURVES)} | {"Loss"}

@@ -33,6 +33,7 @@ from nbutils.plan.speed import tokens_per_second
 Patch = pytest.MonkeyPatch
 Output = pytest.CaptureFixture[str]
 MEASURED = json.loads((ROOT / "benchmarks/results/plan_h200.json").read_text(encoding="utf-8"))["runs"]
+HYBRID = json.loads((ROOT / "benchmarks/results/plan_hybrid_h200.json").read_text(encoding="utf-8"))["runs"]
 SEVEN = find_shape("Qwen2.5-7B")
 SEVENTY = find_shape("Qwen2.5-72B")
 ADAPTERS = 28 * 16 * (2 * 7168 + 2 * (3584 + 512) + 3 * (3584 + 18944))  # weights, rank 16 on the 7B
@@ -87,6 +88,31 @@ def test_the_forecast_is_as_close_to_every_measurement_as_promised() -> None:
     close = [deviation for deviation in deviations if deviation <= 0.2]
     assert len(close) >= 34
     assert max(deviations) < 0.41
+
+
+def test_the_forecast_of_hybrid_models_is_as_close_as_promised() -> None:
+    assert {run["model"] for run in HYBRID} == {"Qwen3.5-0.8B", "Qwen3.5-4B", "Qwen3.5-9B"}
+    assert len(HYBRID) >= 8
+    for run in HYBRID:
+        options = {name: run[name] for name in Recipe.__dataclass_fields__ if name in run}
+        ratio = peak_gib(find_shape(run["model"]), Recipe(**options)) / run["measured_gib"]
+        assert 0.98 <= ratio <= 1.04, (round(ratio, 3), run)
+
+
+@pytest.mark.parametrize(
+    ("results", "way", "method"),
+    [
+        ("train_hybrid_h200", "course-8x1-16", "lora"),
+        ("train_hybrid_h200", "course-8x1", "qlora"),
+        ("train_hybrid_small_h200", "course-8x1-16", "lora"),
+    ],
+)
+def test_the_speed_of_hybrid_models_is_as_measured(results: str, way: str, method: str) -> None:
+    found = files.read_json(ROOT / f"benchmarks/results/{results}.json")
+    measured = {one["way"]: one["tokens_per_second"] for one in found["ways"]}
+    shape = find_shape(found["model"].partition(",")[0])
+    forecast = tokens_per_second(shape, Recipe(method=method, per_device_train_batch_size=8), gpus.find("H200"))
+    assert forecast == pytest.approx(measured[way], rel=0.05)
 
 
 COSTLY: list[dict[str, object]] = [

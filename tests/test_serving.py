@@ -152,6 +152,14 @@ def test_a_model_that_can_see_is_known_by_its_hub_id(tmp_path: Path, monkeypatch
     assert not engine.can_see(Path("somebody/unknown"))
 
 
+@pytest.mark.parametrize("config", [QWEN3_5, TEXT_ONLY])
+def test_no_compiler_is_needed_to_serve_hybrid_models(config: Any, tmp_path: Path) -> None:
+    flags = serving.flags_for(None, model_with(tmp_path, **config))
+    assert flags["gdn-prefill-backend"] == "triton"
+    assert "gdn-prefill-backend" in serving.flags_reason(None, flags)
+    assert "gdn-prefill-backend" not in serving.flags_for(None, files.TINY_MODEL)
+
+
 @pytest.mark.parametrize(("gpus", "parts"), [(8, 8), (16, 8), (6, 4)])
 def test_gpus_share_the_heads_of_gated_deltanet_too(tmp_path: Path, gpus: int, parts: int) -> None:
     assert engine.tensor_parallel(model_with(tmp_path, **QWEN3_5), gpus) == parts

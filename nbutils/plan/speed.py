@@ -14,11 +14,13 @@ BANDWIDTH = 0.6  # share of the published GB/s that element by element work reac
 ALONE = 0.48  # share of the published TFLOP/s the whole step reaches, for GPUs whose bandwidth nobody gave
 ELEMENTWISE = 2.5  # times a layer's inputs and outputs are read or written beside the products
 PLAIN = 6  # the same without Liger
+DELTA_RULE = 70  # numbers a Gated DeltaNet layer's own kernels move for each of a token's values, in the same sense
 AGAIN = 0.71  # share of a layer's products that recomputation repeats: all but the last of its MLP
 LAUNCH = 0.0073  # seconds Python needs to start a layer's kernels, there and back
 LAUNCH_AGAIN = 0.0053  # and once more
 LAUNCH_QUANTIZED = 0.005  # and for a layer in 4 bits
 LAUNCH_OFFLOAD = 0.004  # and for one whose input travels
+LAUNCH_DELTA_RULE = 0.0025  # and for one with Gated DeltaNet
 RAM_LINK = 12e9  # bytes per second between GPU and RAM, over PCIe as rented machines have it: an assumption
 OFFLOAD = 1.03  # what parking the layer inputs in RAM costs beside the travel
 
@@ -47,7 +49,10 @@ def launch_seconds(shape: Shape, recipe: Recipe) -> float:
         seconds += LAUNCH_AGAIN
     if recipe.activation_offloading:
         seconds += LAUNCH_OFFLOAD
-    return seconds * shape.layers
+    seconds *= shape.layers
+    if shape.linear_attention:
+        seconds += LAUNCH_DELTA_RULE * shape.linear_attention.layers
+    return seconds
 
 
 def tokens_per_second(shape: Shape, recipe: Recipe, gpu: GPUSpec) -> float | None:
@@ -95,6 +100,9 @@ def _moved_bytes(shape: Shape, recipe: Recipe) -> float:
     numbers = recipe.tokens * width
     moved: float = numbers * recipe.number_bytes
     moved *= ELEMENTWISE if recipe.uses_liger else PLAIN
+    if delta := shape.linear_attention:
+        values = recipe.tokens * delta.layers * delta.values
+        moved += values * DELTA_RULE * recipe.number_bytes
     if recipe.method == "qlora":
         weight = NF4_DOUBLE + recipe.number_bytes
         moved += shape.linear_params * weight

@@ -115,6 +115,7 @@ def adapt_layers(model: Any) -> str:
     distributed.require_gathered_by_layer(distributed.strategy(), type(model).__name__)
     how = hardware.delta_rule_kernels(hardware.gpu())
     if how.value:
+        print(tr("Kernels for Gated DeltaNet layers are compiled and tuned: one to three minutes, once on a machine."))
         how = _checked_kernels(layers[0], model.config.get_text_config(), how)
     if not how.value:
         _use_reference_code(layers[0])
