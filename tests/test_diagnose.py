@@ -146,6 +146,8 @@ def test_an_error_that_a_library_raises_is_recognised_first(
             "RuntimeError: Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results for gated "
             "chunk_bwd_dqkwg (see #640). Please upgrade Triton to >= 3.7.1 or install tilelang",
         ),
+        ("no_compiler", "RuntimeError: Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist"),
+        ("no_compiler", "NotImplementedError: SM90 GDN prefill DSL kernel is unavailable"),
         ("certificate", "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"),
     ],
 )
