@@ -50,6 +50,7 @@ WAYS: dict[str, tuple[str, int, int, str]] = {
     "unsloth-8x1-16": ("unsloth", 8, 1, "unsloth"),
     "stock-8x1-16": ("stock", 8, 1, "on"),
     "course-8x1-16": ("course", 8, 1, "on"),
+    "course-8x1-offload-16": ("course", 8, 1, "offload"),
     "course-8x1-off-16": ("course", 8, 1, "off"),
     "unsloth-2x4-16": ("unsloth", 2, 4, "unsloth"),
     "course-2x4-16": ("course", 2, 4, "on"),
@@ -249,7 +250,7 @@ class Meter:
                 if state.global_step == WARM_UP:
                     torch.cuda.empty_cache()
                     print("\nREADY", flush=True)
-                    sys.stdin.readline()  # all ways are loaded and compiled side by side, and timed one after the other
+                    sys.stdin.readline()  # until all ways are compiled: they are timed one soon after the other
                     torch.cuda.reset_peak_memory_stats()  # tuning kernels takes memory, too
                     meter.tokens, meter.began = 0, time.perf_counter()
                     meter.ended = meter.began
@@ -420,8 +421,12 @@ def main(
     tflops = measured_tflops()
     about = surroundings(model) | {"tflops": round(tflops, 1)}
     results: list[dict[str, Any]] = []
-    started = [(way, start(way, folder, steps, profile)) for way in ways or WAYS]
-    for way, process, before in [(way, process, until_ready(process)) for way, process in started]:
+    ready = []
+    for way in ways or WAYS:
+        process = start(way, folder, steps, profile)
+        said = until_ready(process)  # before the next begins: kernels are tuned by timing them
+        ready.append((way, process, said))
+    for way, process, before in ready:
         said = before + process.communicate("go\n")[0]
         line = next((line for line in said.splitlines() if line.startswith("RESULT ")), None)
         results.append(json.loads(line[7:]) if line else {"way": way, "error": said[-3000:]})
