@@ -55,7 +55,6 @@ WAYS: dict[str, tuple[str, int, int, str]] = {
     "unsloth-2x4-16": ("unsloth", 2, 4, "unsloth"),
     "course-2x4-16": ("course", 2, 4, "on"),
     "reference-8x1-16": ("reference", 8, 1, "on"),
-    "float32-8x1-16": ("float32", 8, 1, "on"),
 }
 bits = 4  # of the base; `measure` sets what the way says
 
@@ -153,57 +152,49 @@ def stock(folder: Path, micro: int, accumulation: int, recompute: str, steps: in
     return trainer
 
 
-def course(folder: Path, micro: int, accumulation: int, recompute: str, steps: int, dtype: str = "bfloat16") -> Any:
+def course(folder: Path, micro: int, accumulation: int, recompute: str, steps: int) -> Any:
     """What lesson 03 does on this GPU."""
     from nbutils import training
     from nbutils.training import model as attention
 
-    ours = {"activation_offloading": recompute == "offload", "use_liger_kernel": True, "bf16": dtype == "bfloat16"}
+    ours = {"activation_offloading": recompute == "offload", "use_liger_kernel": True}
     args = settings(micro, accumulation, recompute, steps, packing=True, **ours)
-    kind = "varlen" if dtype == "bfloat16" else "sdpa"
-    trainer = sft(folder, args, attn_implementation=attention.attention(kind), dtype=dtype)
+    trainer = sft(folder, args, attn_implementation=attention.attention("varlen"))
     training.patch_lora_kernels(trainer)
     return trainer
 
 
-def reference(folder: Path, micro: int, accumulation: int, recompute: str, steps: int, **more: Any) -> Any:
+def reference(folder: Path, micro: int, accumulation: int, recompute: str, steps: int) -> Any:
     """The same with Gated DeltaNet layers computed by transformers' own code, as where the kernels cannot run."""
     from nbutils import hardware
 
     hardware.delta_rule_kernels = lambda gpu: hardware.Choice(False, hardware.reference_code("to compare"))
-    return course(folder, micro, accumulation, recompute, steps, **more)
-
-
-def float32(folder: Path, micro: int, accumulation: int, recompute: str, steps: int) -> Any:
-    """That in float32, as lesson 03 trains hybrid models on a T4."""
-    return reference(folder, micro, accumulation, recompute, steps, dtype="float32")
+    return course(folder, micro, accumulation, recompute, steps)
 
 
 def text_only(folder: Path) -> Path:
-    """The same weights as a text model, where they are those of a hybrid one: no peer then loads vision weights."""
-    about = json.loads((folder / "config.json").read_text())
+    """A folder of the text model alone, for a model that also sees: no peer then loads vision weights."""
+    config = json.loads((folder / "config.json").read_text())
     text = folder / "text"
-    if "text_config" not in about:
+    if "text_config" not in config:
         return folder
     if not text.exists():
         text.mkdir()
         for path in folder.iterdir():
             if path.is_file() and path.name != "config.json":
                 (text / path.name).symlink_to(path.resolve())
-        tied = {"tie_word_embeddings": about.get("tie_word_embeddings")}
-        config = about["text_config"] | tied | {"architectures": ["Qwen3_5ForCausalLM"], "dtype": "bfloat16"}
-        (text / "config.json").write_text(json.dumps(config))
+        text_config = config["text_config"]
+        text_config["tie_word_embeddings"] = config.get("tie_word_embeddings", False)
+        text_config["architectures"] = ["Qwen3_5ForCausalLM"]
+        text_config["dtype"] = "bfloat16"
+        (text / "config.json").write_text(json.dumps(text_config))
     return text
 
 
 def unsloth(folder: Path, micro: int, accumulation: int, recompute: str, steps: int) -> Any:
-    """Unsloth as its own notebooks set it up, packed, with the kernels it brings for hybrid models.
-
-    It packs these only where TRL does not compute the loss (`loss_type`).
-    """
+    """Unsloth as its own notebooks set it up, packed, with the kernels it brings for hybrid models."""
     os.environ.setdefault("UNSLOTH_FORCE_VENDORED_FLA", "1")
     text = text_only(folder)
-    hybrid = {"loss_type": "nll"} if text != folder else {}
     from unsloth import FastLanguageModel  # isort: skip  (it must come before trl)
     from trl import SFTConfig, SFTTrainer
 
@@ -215,8 +206,10 @@ def unsloth(folder: Path, micro: int, accumulation: int, recompute: str, steps: 
         model, r=16, lora_alpha=32, lora_dropout=0, bias="none", target_modules=LINEAR,
         use_gradient_checkpointing="unsloth", random_state=0,
     )  # fmt: skip
-    ours = {"packing": True, "optim": "adamw_8bit", "max_length": LONGEST} | hybrid
-    args = settings(micro, accumulation, recompute, steps, **ours)
+    theirs: dict[str, Any] = {"packing": True, "optim": "adamw_8bit", "max_length": LONGEST}
+    if text != folder:  # it packs hybrid models only where TRL does not compute the loss
+        theirs["loss_type"] = "nll"
+    args = settings(micro, accumulation, recompute, steps, **theirs)
     args.pop("gradient_checkpointing")
     return SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows(), args=SFTConfig(**args))
 

@@ -279,7 +279,7 @@ def require_trainable(model: str, config: dict[str, Any]) -> None:
 def _unknown_parts(config: dict[str, Any]) -> list[str]:
     """The keys of a config.json that speak of layers or experts that the course does not train."""
     keys = [key for key in NOT_TRAINED if config.get(key)]
-    if "linear_num_value_heads" in config and config.get("model_type") not in HYBRID:
+    if has_linear_attention(config) and config.get("model_type") not in HYBRID:
         keys.append("linear_num_value_heads")
     return keys
 
@@ -412,6 +412,11 @@ def find_shape(model: str) -> Shape:
         ) from problem
 
 
+def has_linear_attention(config: dict[str, Any]) -> bool:
+    """Whether a config.json names Gated DeltaNet layers."""
+    return "linear_num_value_heads" in text_config(config)
+
+
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a config.json that is about text; the config itself, unless the model also sees."""
     part: dict[str, Any] = config.get("text_config") or config
@@ -441,7 +446,7 @@ def shape_in(name: str, config: dict[str, Any]) -> Shape:
 
 def _linear_attention_in(config: dict[str, Any]) -> LinearAttention | None:
     """The linear attention that a config.json gives; None for a model that has none."""
-    if "linear_num_value_heads" not in config:
+    if not has_linear_attention(config):
         return None
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")

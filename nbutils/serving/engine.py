@@ -146,7 +146,7 @@ def flags_for(gpu: hardware.GPU | None, folder: Path) -> Flags:
     flags = dict(row_for(gpu)["flags"])
     if can_see(folder):
         flags["language-model-only"] = True
-    if "linear_num_value_heads" in models.text_config(read_model(folder)):
+    if models.has_linear_attention(read_model(folder)):
         flags["gdn-prefill-backend"] = "triton"
     if gpu and gpu.count > 1:
         flags["tensor-parallel-size"] = tensor_parallel(folder, gpu.count)
