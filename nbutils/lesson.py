@@ -226,6 +226,19 @@ def _require_gpu(model: str) -> None:
 def require_trained(run: RunFolder) -> None:
     """Refuse an adapter whose training is unfinished, or was on other rows than the run has now."""
     trained = record.load_facts(run.facts).trained
+    if trained.diverged:
+        raise CourseError(
+            tr(
+                "The training of this run ended at step {step} of {steps}: its validation loss was not a number.",
+                step=trained.steps,
+                steps=trained.planned_steps,
+            ),
+            todo=tr(
+                "Run lesson 03 again with another RUN_NAME, and with sft.learning_rate on auto or a tenth of yours. To "
+                "use the best step so far, run it with MAX_STEPS = {step}.",
+                step=trained.steps,
+            ),
+        )
     if not trained.ended:
         raise Unfinished(
             tr(

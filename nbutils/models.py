@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
@@ -60,7 +60,7 @@ NOT_TRAINED = (  # keys of a config.json: of experts, of other attention, of rec
 HYBRID = ("qwen3_5", "qwen3_5_text")  # types of models whose linear attention keeps packed rows apart
 QUANTIZED = ("quantization_config", "compression_config", "quantization")  # keys of a config.json
 QUANTIZED_SUFFIX = re.compile(
-    r"[-_](unsloth-)?(bnb-4bit|4bit|8bit|awq|gptq|fp8|gguf|w4a16|w8a8|int4|int8|mlx)\b.*$", re.I
+    r"[-_](unsloth-)?(bnb-4bit|4bit|8bit|awq|gptq|fp8|nvfp4|mxfp4|gguf|w4a16|w8a8|int4|int8|mlx)\b.*$", re.I
 )
 FULL_ATTENTION_INTERVAL = 4  # of a hybrid model whose config.json does not say it: one layer in 4 is softmax attention
 Size = Annotated[int, Field(ge=1, le=10**7)]
@@ -290,9 +290,10 @@ def _nearest(config: dict[str, Any]) -> KnownModel:
     return min(known_models().values(), key=lambda known: abs(known.hidden * known.layers - size))
 
 
-def is_quantized(config: Mapping[str, Any]) -> bool:
+def is_quantized(config: dict[str, Any]) -> bool:
     """Whether a model's config says that its weights are quantized."""
-    return any(config.get(key) for key in QUANTIZED)
+    parts = (config, text_config(config))
+    return any(part.get(key) for part in parts for key in QUANTIZED)
 
 
 def config_of(model: str, source: str) -> dict[str, Any]:
@@ -453,8 +454,10 @@ def _linear_attention_in(config: dict[str, Any]) -> LinearAttention | None:
     if kinds is None:
         interval = config.get("full_attention_interval", FULL_ATTENTION_INTERVAL)
         count = layers - layers // interval
-    else:
+    elif len(kinds) == layers:
         count = kinds.count("linear_attention")
+    else:
+        raise ValueError(f"layer_types: {len(kinds)}, num_hidden_layers: {layers}")
     names = LinearAttention.model_fields.keys() - {"layers"}
     return LinearAttention(layers=count, **{name: config[f"linear_{name}"] for name in names})
 

@@ -66,6 +66,7 @@ class TrainingFacts(Recorded):
     examples: Count = 0
     rows_left_out: Count = 0
     skipped_steps: Count | None = None
+    validation_loss: Facts | None = None
     oom_rungs: list[Any] | None = None
     settings: Facts = {}
 
@@ -73,6 +74,11 @@ class TrainingFacts(Recorded):
     def ended(self) -> bool:
         """Whether the training reached its last step; also if there was none."""
         return self.steps >= self.planned_steps
+
+    @property
+    def diverged(self) -> bool:
+        """Whether its validation loss ended it, which was no number any more: JSON has null for that."""
+        return not self.ended and self.validation_loss is not None and self.validation_loss.get("last", 0) is None
 
 
 class Interval(Recorded, extra="ignore"):

@@ -240,6 +240,10 @@ def test_an_earlier_lesson_runs_with_the_same_profile_and_run(home: Path, monkey
     record.update(started.run.facts, {}, "03_qlora", {"steps": 6, "planned_steps": 12})
     with refused("at step 6 of ", " of 12.", "MAX_STEPS = 6"):
         started.require("03_qlora")
+    losses = {"first": 5.0, "best": 4.0, "last": float("nan")}
+    record.update(started.run.facts, {}, "03_qlora", {"steps": 6, "planned_steps": 12, "validation_loss": losses})
+    with refused("was not a number", "another RUN_NAME", "MAX_STEPS = 6"):  # going on would end there again
+        started.require("03_qlora")
     record.update(started.run.facts, {}, "03_qlora", {"steps": 12, "planned_steps": 12})
     files.write_json(files.make_folder(started.run.data) / "data_card.json", {"fingerprint": "b"})
     with refused("The adapter of this run was trained on other"):

@@ -100,18 +100,20 @@ def test_the_forecast_of_hybrid_models_is_as_close_as_promised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("results", "way", "method"),
+    ("results", "way", "options"),
     [
-        ("train_hybrid_h200", "course-8x1-16", "lora"),
-        ("train_hybrid_h200", "course-8x1", "qlora"),
-        ("train_hybrid_small_h200", "course-8x1-16", "lora"),
+        ("train_hybrid_h200", "course-8x1-16", {"method": "lora"}),
+        ("train_hybrid_h200", "course-8x1", {"method": "qlora"}),
+        ("train_hybrid_h200", "course-8x1-offload-16", {"method": "lora", "activation_offloading": True}),
+        ("train_hybrid_h200", "course-8x1-off-16", {"method": "lora", "gradient_checkpointing": False}),
+        ("train_hybrid_small_h200", "course-8x1-16", {"method": "lora"}),
     ],
 )
-def test_the_speed_of_hybrid_models_is_as_measured(results: str, way: str, method: str) -> None:
+def test_the_speed_of_hybrid_models_is_as_measured(results: str, way: str, options: dict[str, object]) -> None:
     found = files.read_json(ROOT / f"benchmarks/results/{results}.json")
     measured = {one["way"]: one["tokens_per_second"] for one in found["ways"]}
     shape = find_shape(found["model"].partition(",")[0])
-    forecast = tokens_per_second(shape, Recipe(method=method, per_device_train_batch_size=8), gpus.find("H200"))
+    forecast = tokens_per_second(shape, Recipe(per_device_train_batch_size=8, **options), gpus.find("H200"))
     assert forecast == pytest.approx(measured[way], rel=0.05)
 
 
@@ -283,6 +285,18 @@ HYBRID = {  # Qwen3.5-9B in small
     "tie_word_embeddings": True,
 }
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 16}
+
+
+def test_layers_of_a_kind_for_too_few_layers_give_no_shape() -> None:
+    config = text_config(find_shape("Qwen3.5-4B")) | {"layer_types": ["full_attention"]}
+    with pytest.raises(ValueError, match="layer_types"):
+        models.shape_in("mine", config)
+
+
+def test_only_the_speeds_of_other_gpus_are_said_to_be_unmeasured() -> None:
+    notes = {name: plan.of_options(gpus.find(name), {}).notes for name in ("H200", "T4")}
+    assert not any("H200" in note for note in notes["H200"])
+    assert any("H200" in note for note in notes["T4"])
 
 
 def text_config(shape: models.Shape) -> dict[str, Any]:

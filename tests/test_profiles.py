@@ -767,7 +767,14 @@ def test_a_hybrid_model_of_any_name_gets_its_packages_before_it_is_downloaded(
 
 
 @pytest.mark.parametrize("source", ["hub", "modelscope"])
-@pytest.mark.parametrize("settings", [{"num_experts": 8}, {"quantization_config": {"quant_method": "fp8"}}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_experts": 8},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"text_config": {"quantization_config": {"quant_method": "fp8"}, "hidden_size": 2560, "num_hidden_layers": 36}},
+    ],
+)
 def test_of_a_model_nobody_knows_the_config_alone_is_fetched_and_judged(
     source: str, settings: dict[str, Any], monkeypatch: Patch
 ) -> None:
@@ -791,6 +798,12 @@ def test_what_cannot_be_trained_hides_nothing_that_can() -> None:
         assert not [name for name in models.known_models() if name.casefold().startswith(start.casefold())]
     for known in models.known_models().values():
         models.require_trainable(known.hub, {})
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5-4B-NVFP4", "Qwen3-Coder-Next", "Qwen3-Coder-480B-A35B-Instruct-FP8"])
+def test_a_name_says_that_a_model_cannot_be_trained(name: str) -> None:
+    with refused(f"{name} cannot be trained by this course"):
+        models.require_trainable(name, {})
 
 
 def test_a_name_that_begins_several_is_answered_with_these() -> None:

@@ -364,6 +364,22 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
         lora.require_own_weights(folder)
 
 
+@pytest.mark.parametrize("kept", ["half of it", "a pointer of git-lfs"])
+def test_damaged_weights_are_refused(kept: str, tmp_path: Path) -> None:
+    folder = base_copy(tmp_path / "base")
+    file = tmp_path / "base/model.safetensors"
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    file.write_bytes(file.read_bytes()[:100_000] if kept == "half of it" else pointer)
+    with refused(f"does not load {folder} as a text model", "download or copy it again"):
+        lora.require_own_weights(folder)
+
+
+def test_layers_of_a_kind_for_too_few_layers_are_refused(tmp_path: Path) -> None:
+    folder = base_copy(tmp_path / "base", layer_types=["full_attention"])
+    with refused(f"does not load {folder} as a text model"):
+        lora.require_own_weights(folder)
+
+
 def test_a_whole_checkpoint_fits_its_config_also_one_that_sees(tmp_path: Path) -> None:
     lora.require_own_weights(base_copy(tmp_path / "tied"))
     text = hybrid_config(layers=4)
@@ -1267,6 +1283,14 @@ def test_it_ends_at_once_when_the_loss_is_not_finite(tmp_path: Path, monkeypatch
     assert validation.load_best(trainer) == 2
     losses = result_of(trainer, callback).facts()["validation_loss"]
     assert math.isnan(losses["last"])
+
+
+@pytest.mark.slow
+def test_a_model_whose_loss_is_no_number_before_the_first_step_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    trainer, _ = validated(tmp_path, (math.nan,), monkeypatch)
+    with refused("The loss of the model is nan before the first step", "float32"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 class Stop(TrainerCallback):

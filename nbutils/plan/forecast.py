@@ -141,10 +141,12 @@ class Forecast(Estimate):
     @property
     def notes(self) -> list[str]:
         """What a learner should know about the forecast."""
-        notes = [tr("the speed follows from published numbers: only the H200 was measured")]
+        notes = []
+        if self.gpu.name != "H200":
+            notes.append(tr("the speed follows from published numbers: only the H200 was measured"))
         if self.gpu.note:
             notes.append(tr(self.gpu.note))
-        if self.shape.linear_attention and not self.recipe.uses_delta_rule_kernels:
+        if self.recipe.uses_reference_code(self.shape):
             notes.append(
                 tr(
                     "the kernels for the Gated DeltaNet layers of {model} do not run on this GPU. Without them a "
@@ -160,7 +162,7 @@ class Forecast(Estimate):
     def columns(self) -> dict[str, str]:
         """The numbers by the heads of a table; in place of an unknown speed, why it is low."""
         columns = super().columns()
-        if self.shape.linear_attention and not self.recipe.uses_delta_rule_kernels:
+        if self.recipe.uses_reference_code(self.shape):
             columns["tokens/s"] = tr("without kernels")
         return columns
 

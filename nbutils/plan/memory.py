@@ -106,6 +106,10 @@ class Recipe:
         """Whether kernels compute Gated DeltaNet layers: GPUs that cannot run them train such models in float32."""
         return self.dtype != "float32"
 
+    def uses_reference_code(self, shape: Shape) -> bool:
+        """Whether transformers' own code computes this model's Gated DeltaNet layers."""
+        return shape.linear_attention is not None and not self.uses_delta_rule_kernels
+
     @property
     def moment_bytes(self) -> int:
         """Bytes of AdamW's moments for one trained weight; the 8-bit optimizers of bitsandbytes do not take shards."""

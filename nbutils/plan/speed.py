@@ -57,7 +57,7 @@ def launch_seconds(shape: Shape, recipe: Recipe) -> float:
 
 def tokens_per_second(shape: Shape, recipe: Recipe, gpu: GPUSpec) -> float | None:
     """Real tokens per second on all GPUs together; None where a GPU's arithmetic or the code's speed is not known."""
-    if gpu.tflops is None or (shape.linear_attention and not recipe.uses_delta_rule_kernels):
+    if gpu.tflops is None or recipe.uses_reference_code(shape):
         return None
     recipe = replace(recipe, spread=0.0)  # the usual micro-batch, not the rare one
     tokens = recipe.tokens

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -67,7 +69,8 @@ def require_own_weights(model: str) -> None:
             output_loading_info=True,
             trust_remote_code=False,
         )
-    except (ValueError, OSError) as problem:  # a model that only sees, one of tomorrow, a folder without weights
+    # a model that only sees, one of tomorrow, a folder without weights; sizes that contradict each other; half a file
+    except (ValueError, OSError, StrictDataclassError, SafetensorError) as problem:
         reason = str(problem).partition("\n")[0]
         raise CourseError(
             tr("transformers does not load {model} as a text model: {reason}", model=model, reason=reason),

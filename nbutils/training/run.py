@@ -218,10 +218,19 @@ class CourseCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         loss = metrics["eval_loss"]
-        if not math.isfinite(loss):
-            self.live.note(tr("[WARN] the validation loss is {loss}: training ends here", loss=loss))
-            control.should_training_stop = True
-            control.should_save = False
+        if math.isfinite(loss):
+            return
+        if state.global_step == 0:
+            raise CourseError(
+                tr("The loss of the model is {loss} before the first step.", loss=loss),
+                todo=tr(
+                    "If from_pretrained.dtype is float16, which overflows, set it to float32. Otherwise the weights "
+                    "are damaged: download or copy that model again."
+                ),
+            )
+        self.live.note(tr("[WARN] the validation loss is {loss}: training ends here", loss=loss))
+        control.should_training_stop = True
+        control.should_save = False
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         distributed.barrier()
