@@ -374,7 +374,7 @@ def web(monkeypatch: Patch) -> Iterator[Web]:
         opened.extend(sites.values())
         monkeypatch.setattr(network, "SOURCES", {name: site.url for name, site in sites.items()})
         monkeypatch.setattr(network, "HUB", sites["hub"].url)
-        monkeypatch.setattr(network, "SECONDS", 0.8)
+        monkeypatch.setattr(network, "SECONDS", 3.0)  # a busy machine may take one of them to send an answer
         return sites
 
     yield build
@@ -389,10 +389,10 @@ ALL = {"hub": 0.0, "hf_mirror": 0.0, "modelscope": 0.0}
 @pytest.mark.parametrize(
     ("delays", "expected"),
     [
-        ({"hub": 0.05, "hf_mirror": 0.3, "modelscope": 0.3}, "hub"),
-        ({"hub": 0.6, "hf_mirror": 0.05, "modelscope": 0.25}, "hf-mirror"),
-        ({"hub": 0.6, "hf_mirror": 0.25, "modelscope": 0.05}, "modelscope"),
-        ({"hub": (0.0, 403), "hf_mirror": 0.05, "modelscope": 0.3}, "hf-mirror"),  # turned away is no answer
+        ({"hub": 0.0, "hf_mirror": 0.8, "modelscope": 0.8}, "hub"),
+        ({"hub": 0.8, "hf_mirror": 0.0, "modelscope": 0.8}, "hf-mirror"),
+        ({"hub": 0.8, "hf_mirror": 0.8, "modelscope": 0.0}, "modelscope"),
+        ({"hub": (0.0, 403), "hf_mirror": 0.0, "modelscope": 0.8}, "hf-mirror"),  # turned away is no answer
     ],
 )
 def test_in_china_the_best_measured_is_taken_once_for_all_processes(web: Web, delays: dict, expected: str) -> None:
@@ -419,7 +419,7 @@ def test_elsewhere_the_mirrors_are_asked_only_if_the_hub_is_silent(web: Web, mon
     assert network.prepare_network(LOCAL) == "" and network.chosen() == "hub"
     assert [len(site.asked) for site in sites.values()] == [1, 0, 0]
     monkeypatch.delenv(network.FOUND)
-    web(hub=5.0, hf_mirror=0.3, modelscope=0.0)
+    web(hub=5.0, hf_mirror=0.8, modelscope=0.0)
     assert "models come from modelscope" in network.prepare_network(LOCAL)
     assert os.environ["HF_ENDPOINT"] == network.SOURCES["hf-mirror"], "which serves what ModelScope does not"
 
@@ -482,7 +482,7 @@ def test_offline_means_not_one_connection_and_a_dead_network_costs_seconds(tmp_p
     monkeypatch.setattr(network, "SECONDS", 0.6)
     began = time.monotonic()
     assert network.prepare_network(KAGGLE) == SILENCE
-    assert network.hub_online() is False and time.monotonic() - began < 2
+    assert network.hub_online() is False and time.monotonic() - began < 3
 
 
 def test_requests_to_this_machine_and_to_what_is_near_go_past_the_proxies(
