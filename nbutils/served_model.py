@@ -113,9 +113,10 @@ class ServedModel:
         numbers = {
             "rows_left_out": evaluator.left_out,
             "identical_answers": {"count": agreement.identical, "total": agreement.total},
-            "identical_prompts": {"count": agreement.same_prompts, "total": agreement.total},
             "exact_match": evaluator.result("server", served).mean("exact_match"),
         }
+        if server.environment.engine != "transformers":  # which returns no tokens
+            numbers["identical_prompts"] = {"count": agreement.same_prompts, "total": agreement.total}
         return ServerComparison(text, numbers, evaluator.table(columns, rows=len(served)))
 
     def compare_predictions(self, server: serving.Server) -> ServerComparison:

@@ -11,11 +11,11 @@
 #
 # A model is useful when other programs can ask it. vLLM is a server for language models: it answers many requests at once, through an
 # OpenAI-compatible API, so most clients can already talk to it. It is not the program that trained your model, so this
-# lesson checks that it gives the same answers.
+# lesson checks that it gives the same answers. Where vLLM cannot run, `transformers serve` takes its place, and the lesson says so.
 #
 # You will have
 #
-# - your model behind an OpenAI-compatible API, served by vLLM from an environment of its own,
+# - your model behind an OpenAI-compatible API, in a server process of its own,
 # - a request from Python, from a terminal, and one whose answer arrives word by word,
 # - a measurement of what 32 requests at once cost,
 # - proof that the server gives the answers of lesson 04, and a chat with your model.
@@ -190,6 +190,7 @@ my_guess = None
 # %% [markdown]
 # Now measure it. Each thread sends one request and waits for its answer. vLLM computes one token for all of them in each step
 # (continuous batching), so the weights are read once for everybody. On a GPU that is most of the work; a CPU gains less.
+# `transformers serve` answers one request after the other.
 
 # %%
 import time
@@ -239,7 +240,7 @@ display.show_table(same_answers.table[:3])
 # distance is the KL divergence, in nats per token: 0 means the same probabilities, and rounding in float32 stays below 0.00001 (1e-05).
 # The first lines are those of lesson 04; the last one is new: *merged, in vLLM* is the server, *merged* is the model of lesson 04. It is
 # compared by 20 tokens at each position, because vLLM returns no more. A server that is much further away than rounding
-# explains runs another model, and stops the lesson.
+# explains runs another model, and stops the lesson. `transformers serve` returns no probabilities, so there is nothing to compare.
 
 # %%
 same_model = model.compare_predictions(server)
@@ -289,7 +290,7 @@ print("The server is", f"running at {server.url}." if server.running else "stopp
 # %% [markdown]
 # ## You now have
 #
-# - your model behind an OpenAI-compatible API, served by vLLM from an environment of its own,
+# - your model behind an OpenAI-compatible API, in a server process of its own,
 # - a request from Python, from a terminal, and one whose answer arrives word by word,
 # - a measurement of what 32 requests at once cost,
 # - proof that the server gives the answers of lesson 04, and a chat with your model.

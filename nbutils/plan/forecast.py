@@ -91,6 +91,7 @@ class Forecast(Estimate):
     batch: int  # rows of an optimizer step, on all GPUs together
     checkpoints: int  # how many are kept
     schedule: Schedule | None
+    mean_length: float = 0.0  # of the rows that were asked about
 
     @property
     def smallest(self) -> Recipe:
@@ -144,6 +145,14 @@ class Forecast(Estimate):
         notes = []
         if self.gpu.name != "H200":
             notes.append(tr("the speed follows from published numbers: only the H200 was measured"))
+        if self.mean_length > self.recipe.length + 1:
+            notes.append(
+                tr(
+                    "lesson 03 leaves out rows of more than {length} tokens, which is most of yours: ask again with "
+                    "--length, and set sft.max_length and vllm.max_model_len to it",
+                    length=self.recipe.length,
+                )
+            )
         if self.gpu.note:
             notes.append(tr(self.gpu.note))
         if self.recipe.uses_reference_code(self.shape):
