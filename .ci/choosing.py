@@ -37,10 +37,12 @@ def page() -> str:
            "time (17 times on an H200, in 16 bits)."),
         tr("**Fastest** is the setting that the course chooses by itself. **Smallest** is the one with the least "
            "memory, for a GPU that others use too, mostly "
-           '`SET = "sft.per_device_train_batch_size=1, sft.activation_offloading=true"`; the tables of one GPU name it.'),
+           '`SET = "sft.per_device_train_batch_size=1, sft.activation_offloading=true"`; '
+           "the tables of one GPU name it."),
         tr("## What do you want to do?"),
         tr("Look for your task, then for the GPU you can get. The model is the one that "
-           '`PROFILE = "auto"` trains there. The cells are peak memory, time and cost. Long documents take `--length 4096`, and '
+           '`PROFILE = "auto"` trains there. The cells are peak memory, time and cost. '
+           "Long documents take `--length 4096`, and "
            '`SET = "sft.max_length=4096, vllm.max_model_len=4096"` in the lessons.'),
         _by_task(),
         tr("## Which model on which GPU?"),
