@@ -50,6 +50,7 @@ NOT_TRAINED = (  # keys of a config.json: of experts, of other attention, of rec
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
+    "moe_num_experts",
     "kv_lora_rank",
     "state_size",
     "ssm_state_size",
@@ -60,7 +61,7 @@ NOT_TRAINED = (  # keys of a config.json: of experts, of other attention, of rec
 HYBRID = ("qwen3_5", "qwen3_5_text")  # types of models whose linear attention keeps packed rows apart
 QUANTIZED = ("quantization_config", "compression_config", "quantization")  # keys of a config.json
 QUANTIZED_SUFFIX = re.compile(
-    r"[-_](unsloth-)?(bnb-4bit|4bit|8bit|awq|gptq|fp8|nvfp4|mxfp4|gguf|w4a16|w8a8|int4|int8|mlx)\b.*$", re.I
+    r"[-_.](unsloth-)?(bnb-4bit|[2-8]bit|awq|gptq|fp8|nvfp4|mxfp4|gguf|w4a16|w8a8|int4|int8|mlx)\b.*$", re.I
 )
 FULL_ATTENTION_INTERVAL = 4  # of a hybrid model whose config.json does not say it: one layer in 4 is softmax attention
 Size = Annotated[int, Field(ge=1, le=10**7)]

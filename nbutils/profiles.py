@@ -210,7 +210,8 @@ def fit(resolved: Resolved, rows: Rows | None, losses: BaseLosses | None = None)
 def _by_machine(as_written: Profile, gpu: GPU | None, shape: Shape | None) -> Choices:
     """What the GPU, or its absence, decides."""
     dtype = hardware.dtype(gpu)
-    if dtype.value == "float16" and shape and shape.linear_attention:
+    overflows = dtype.value == "float16" and shape and shape.linear_attention
+    if overflows:
         dtype = Choice("float32", tr("the gradients of Gated DeltaNet layers overflow in float16, all this GPU has"))
     exact = as_written.from_pretrained.dtype == "float32"  # FlashAttention needs 16 bits
     by_gpu = {
@@ -220,6 +221,8 @@ def _by_machine(as_written: Profile, gpu: GPU | None, shape: Shape | None) -> Ch
     }
     settings = flat(as_written.model_dump())
     decided = {name: choice for name, choice in by_gpu.items() if settings[name] == "auto"}
+    if overflows:  # whatever the profile names
+        decided["from_pretrained.dtype"] = dtype
     optim = as_written.sft.optim
     if gpu is None and optim.endswith(("8bit", "32bit")):  # a run of a GPU may go on, be merged or served here
         reason = tr("{optimizer} needs a GPU: AdamW in 32 bits instead", optimizer=optim)

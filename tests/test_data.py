@@ -300,7 +300,7 @@ DEEP_LIST = json.loads("[" * 900 + "]" * 900)
     ({"conversations": [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "A bus."}],
       "image": "train2017/000000033471.jpg"}, "unsupported_field", "image"),
     *[(with_answer("b") | {column: "a.jpg"}, "unsupported_field", column)
-      for column in ("image_path", "image_url", "picture", "video_path", "audio_path")],
+      for column in ("image_path", "image_url", "img", "pixel_values", "picture", "video_path", "audio_path")],
     ({"messages": [{**ASKED, "images": ["a.png"]}, ANSWERED]}, "unsupported_field", "messages[0].images"),
     ({"messages": json.dumps([{**ASKED, "image": "a.png"}, ANSWERED])}, "unsupported_field", "messages[0].image"),
     ({"messages": [{**ASKED, "content": "<image>\nWhat is this?"}, ANSWERED]}, "unsupported_field", "messages[0]"),

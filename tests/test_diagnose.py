@@ -148,6 +148,14 @@ def test_an_error_that_a_library_raises_is_recognised_first(
         ),
         ("no_compiler", "RuntimeError: Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist"),
         ("no_compiler", "NotImplementedError: SM90 GDN prefill DSL kernel is unavailable"),
+        ("server_too_old", "Model architectures ['Qwen3_5ForConditionalGeneration'] are not supported for now."),
+        ("server_too_old", "error loading model architecture: unknown model architecture: 'qwen35'"),
+        ("slow_without_kernels", "`chunk_gated_delta_rule` is falling back to its reference PyTorch implementation."),
+        ("no_torchvision", "ImportError: Qwen3VLVideoProcessor requires the Torchvision library but it was not found"),
+        (
+            "unknown_architecture",
+            "ValueError: Unrecognized configuration class <class 'Qwen3VLConfig'> for this kind of AutoModel",
+        ),
         ("certificate", "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"),
     ],
 )

@@ -310,6 +310,14 @@ def test_rows_that_lesson_03_would_leave_out_are_told() -> None:
     assert not says_so()
 
 
+@pytest.mark.parametrize("dtype", ["auto", "float16", "float32"])
+def test_no_dtype_gives_an_old_gpu_the_kernels_of_hybrid_models(dtype: str) -> None:
+    options = {"model": "Qwen3.5-4B", "given": f"from_pretrained.dtype={dtype}"}
+    forecast = plan.of_options(gpus.find("T4"), options)
+    assert forecast.tokens_per_second is None
+    assert forecast.columns()["tokens/s"] == "without kernels"
+
+
 def test_several_gpus_cost_their_price_each() -> None:
     text = plan.describe(plan.of_options(gpus.find("RTX 4090"), {"gpus": 4}))
     assert str(gpus.find("RTX 4090").price.times(4)) in text

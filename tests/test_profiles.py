@@ -763,6 +763,8 @@ def test_a_hybrid_model_of_any_name_gets_its_packages_before_it_is_downloaded(
     assert installed == extras
     if gpu == T4:
         assert resolved.profile.from_pretrained.dtype == "float32"
+        named = resolve("t4_16gb", "some/Qwen3.5-0.8B-Base", gpu, "from_pretrained.dtype=float16")
+        assert named.profile.from_pretrained.dtype == "float32", "gradients would overflow"
     hub.shutdown()
 
 
@@ -771,6 +773,7 @@ def test_a_hybrid_model_of_any_name_gets_its_packages_before_it_is_downloaded(
     "settings",
     [
         {"num_experts": 8},
+        {"moe_num_experts": 64},
         {"quantization_config": {"quant_method": "fp8"}},
         {"text_config": {"quantization_config": {"quant_method": "fp8"}, "hidden_size": 2560, "num_hidden_layers": 36}},
     ],
@@ -800,7 +803,16 @@ def test_what_cannot_be_trained_hides_nothing_that_can() -> None:
         models.require_trainable(known.hub, {})
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5-4B-NVFP4", "Qwen3-Coder-Next", "Qwen3-Coder-480B-A35B-Instruct-FP8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen3.5-4B-NVFP4",
+        "Qwen3-Coder-Next",
+        "Qwen3-Coder-480B-A35B-Instruct-FP8",
+        "Qwen3.5-4B-6bit",
+        "Qwen3.5-4B.w4a16",
+    ],
+)
 def test_a_name_says_that_a_model_cannot_be_trained(name: str) -> None:
     with refused(f"{name} cannot be trained by this course"):
         models.require_trainable(name, {})
@@ -1071,7 +1083,7 @@ def losses(cost: float) -> recipe.BaseLosses:
 @pytest.mark.parametrize("model", ["Qwen2.5-7B", "Qwen2.5-0.5B", "me/new"])
 @pytest.mark.parametrize(
     ("cost", "method"),
-    [(-0.1, "qlora"), (0.01, "qlora"), (0.049, "qlora"), (0.051, "lora"), (0.6, "lora")],
+    [(-0.1, "qlora"), (0.01, "qlora"), (0.049, "qlora"), (0.051, "lora"), (0.6, "lora"), (math.nan, "lora")],
 )
 def test_what_4_bits_cost_decides_and_is_told_with_the_memory(model: str, cost: float, method: str) -> None:
     rows = profiles.Rows.of([200] * 885)

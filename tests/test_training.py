@@ -374,10 +374,21 @@ def test_damaged_weights_are_refused(kept: str, tmp_path: Path) -> None:
         lora.require_own_weights(folder)
 
 
-def test_layers_of_a_kind_for_too_few_layers_are_refused(tmp_path: Path) -> None:
-    folder = base_copy(tmp_path / "base", layer_types=["full_attention"])
-    with refused(f"does not load {folder} as a text model"):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["full_attention"]},
+        {"num_attention_heads": 0},
+        {"hidden_size": -64},
+        {"hidden_act": "nope"},
+        {"dtype": "float99"},
+    ],
+)
+def test_sizes_without_sense_are_refused_with_what_is_wrong(changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = base_copy(tmp_path / "base", **changes)
+    with refused(f"does not load {folder} as a text model") as caught:
         lora.require_own_weights(folder)
+    assert not caught.value.seen.endswith(":")
 
 
 def test_a_whole_checkpoint_fits_its_config_also_one_that_sees(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def of_profile(
     if shape.linear_attention:
         distributed.require_gathered_by_layer(strategy, shape.name)
     settled = apply(profile, choose(profile, rows, shape, gpu.count))
-    if shape.linear_attention and gpu.capability < BF16_FROM and settled.from_pretrained.dtype == "auto":
+    if shape.linear_attention and gpu.capability < BF16_FROM:
         settled = apply(settled, {"from_pretrained.dtype": Choice("float32", "")})  # as in the lessons
     recipe = best_option(shape, open_recipes(settled, profile.sft, gpu, rows, strategy), gpu)
     rate = tokens_per_second(shape, recipe, gpu)
