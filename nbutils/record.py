@@ -78,7 +78,9 @@ class TrainingFacts(Recorded):
     @property
     def diverged(self) -> bool:
         """Whether its validation loss ended it, which was no number any more: JSON has null for that."""
-        return not self.ended and self.validation_loss is not None and self.validation_loss.get("last", 0) is None
+        losses = self.validation_loss or {}
+        last_is_no_number = "last" in losses and losses["last"] is None
+        return last_is_no_number and not self.ended
 
 
 class Interval(Recorded, extra="ignore"):

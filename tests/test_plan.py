@@ -100,7 +100,7 @@ def test_the_forecast_of_hybrid_models_is_as_close_as_promised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("results", "way", "options"),
+    ("file", "way", "options"),
     [
         ("train_hybrid_h200", "course-8x1-16", {"method": "lora"}),
         ("train_hybrid_h200", "course-8x1", {"method": "qlora"}),
@@ -109,10 +109,10 @@ def test_the_forecast_of_hybrid_models_is_as_close_as_promised() -> None:
         ("train_hybrid_small_h200", "course-8x1-16", {"method": "lora"}),
     ],
 )
-def test_the_speed_of_hybrid_models_is_as_measured(results: str, way: str, options: dict[str, object]) -> None:
-    found = files.read_json(ROOT / f"benchmarks/results/{results}.json")
-    measured = {one["way"]: one["tokens_per_second"] for one in found["ways"]}
-    shape = find_shape(found["model"].partition(",")[0])
+def test_the_speed_of_hybrid_models_is_as_measured(file: str, way: str, options: dict[str, object]) -> None:
+    results = files.read_json(ROOT / f"benchmarks/results/{file}.json")
+    measured = {result["way"]: result["tokens_per_second"] for result in results["ways"]}
+    shape = find_shape(results["model"].partition(",")[0])
     forecast = tokens_per_second(shape, Recipe(per_device_train_batch_size=8, **options), gpus.find("H200"))
     assert forecast == pytest.approx(measured[way], rel=0.05)
 

@@ -145,7 +145,7 @@ class Forecast(Estimate):
         notes = []
         if self.gpu.name != "H200":
             notes.append(tr("the speed follows from published numbers: only the H200 was measured"))
-        if self.mean_length > self.recipe.length + 1:
+        if self.mean_length > self.recipe.length:
             notes.append(
                 tr(
                     "lesson 03 leaves out rows of more than {length} tokens, which is most of yours: ask again with "

@@ -255,7 +255,7 @@ def _by_losses(losses: BaseLosses) -> Choice:
         price=PRICE,
         gib=losses.needed_gib["lora"] - losses.needed_gib["qlora"],
     )
-    return Choice("qlora" if losses.cost <= PRICE else "lora", reason)  # a cost that is no number is none
+    return Choice("qlora" if losses.cost <= PRICE else "lora", reason)  # NaN is not accepted either
 
 
 def _step(profile: Profile, rows: Rows, processes: int, begun: Begun) -> Choices:
