@@ -61,6 +61,7 @@ import os; os.environ["NBUTILS_LANG"] = "zh"
 """[1:]
 GITHUB, BRANCH = "https://github.com/", "main"
 BADGES = re.compile(r"(?s)(<!-- badges -->\n).*?(<!-- /badges -->)")
+FOLDED = {"cellView": "form", "jupyter": {"source_hidden": True}}  # for Colab, and for JupyterLab
 METADATA = {
     "accelerator": "GPU",
     "colab": {"gpuType": "T4", "provenance": []},
@@ -211,6 +212,8 @@ def notebook(stem: str, source: str) -> str:
     for number, cell in enumerate(derived.cells):
         tags = {"tags": cell.metadata["tags"]} if cell.metadata.get("tags") else {}
         entry = {"cell_type": cell.cell_type, "id": f"{stem.replace('_', '-')}-{number:02d}", "metadata": tags}
+        if {"setup", "language"} & set(cell.metadata.get("tags", [])):
+            tags |= FOLDED
         if cell.cell_type == "code":
             entry |= {"execution_count": None, "outputs": []}
         cells.append(entry | {"source": cell.source.splitlines(keepends=True)})

@@ -60,6 +60,18 @@ class Example(NamedTuple):
     shared: list[int]  # for each answer: how many tokens of the server's prompt the text begins with
     prompt_lengths: list[int]  # for each answer: of the server's prompt; equal to `shared` in a valid example
 
+    @property
+    def labels(self) -> list[int]:
+        """For each token its id if it has loss, else -100."""
+        return [token if trained else IGNORED for token, trained in zip(self.ids, self.trained, strict=True)]
+
+    def first_answer(self) -> tuple[list[int], int]:
+        """The ids up to the end of the first answer, and the position where that answer begins."""
+        first = self.trained.find(1)
+        end = self.trained.find(0, first)
+        ids = list(self.ids)
+        return (ids if end < 0 else ids[:end]), first
+
 
 def answer_turns(row: Row) -> Turns:
     """The positions of a row's answers among its messages."""

@@ -22,9 +22,22 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from nbutils import checkpoints, display, distributed, hardware, install, models, notices, platforms, profiles, record
+from nbutils import (
+    checkpoints,
+    display,
+    distributed,
+    exercises,
+    hardware,
+    install,
+    models,
+    notices,
+    platforms,
+    profiles,
+    record,
+)
 from nbutils.config import Overrides, flat, settings_in, settings_text
 from nbutils.errors import CourseError, Unfinished
+from nbutils.exercises import Check
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
 from nbutils.hardware import GPU
 from nbutils.language import language, print_whatever, tr
@@ -175,6 +188,27 @@ class Lesson(Machine):
         with notices.deferred():
             distributed.launch(command, keep or self.folders.keep, processes, threads, calm)
 
+    def check(self, check: Check, answer: Any, *given: Any) -> None:
+        """Show what the check of an exercise says of an answer, and note in facts.json whether it was right.
+
+        Example: lesson.check(exercises.adapter_parameters, my_answer, 64, d_in, d_out)
+        """
+        name = check.__name__
+        if answer is None:
+            print(
+                tr("[todo] exercise {name}: put your answer in the place of None, and run this cell again", name=name)
+            )
+            return
+        try:
+            checked = check(answer, *given)
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as problem:  # of another kind
+            checked = exercises.wrong(
+                tr("saw {answer!r:.200}, which cannot be checked: {problem}", answer=answer, problem=problem)
+            )
+        record.note_exercise(self.run.facts, self.stem, name, checked.right)
+        mark = "[ OK ]" if checked.right else tr("[ no ]")
+        print(tr("{mark} exercise {name}: {told}", mark=mark, name=name, told=checked.text))
+
     def finish(self, *measured: Any, **facts: Any) -> None:
         """Write the facts of each result, and further facts by name, to facts.json; print where that is.
 
@@ -206,8 +240,18 @@ class Lesson(Machine):
                 facts=self.run.facts,
             )
         )
+        self._tell_exercises()
         status: notices.Status = "finished" if record.complete(entry) else "unfinished"
         self.work.ended(status, f"{self.stem}\n{record.summary(self.run)}")
+
+    def _tell_exercises(self) -> None:
+        """How many exercises of this lesson are solved, and which are not."""
+        noted = record.load_facts(self.run.facts).exercises.get(self.stem, {})
+        names = [check.__name__ for check in exercises.OF_LESSON[self.stem]]
+        todo = [name for name in names if name not in noted or not noted[name].right]
+        print(tr("Exercises: {solved} of {all} solved", solved=len(names) - len(todo), all=len(names)))
+        if todo:
+            print(tr("  to do: {names}", names=", ".join(todo)))
 
 
 def _require_gpu(model: str) -> None:

@@ -92,8 +92,9 @@ class Interval(Recorded, extra="ignore"):
 
 
 class Score(Recorded):
-    """A score of the merged model, beside those of others."""
+    """A score of base and merged model."""
 
+    base: Interval = Interval()
     merged: Interval = Interval()
 
 
@@ -111,6 +112,13 @@ class Evaluation(Recorded):
     general: GeneralKnowledge = GeneralKnowledge()
 
 
+class Exercise(Recorded):
+    """What became of an exercise; one that was solved stays solved."""
+
+    right: bool = False
+    tries: Count = 0
+
+
 class RunFacts(Recorded):
     """The whole of facts.json; the last three are read from `lessons`."""
 
@@ -120,6 +128,7 @@ class RunFacts(Recorded):
     by_auto: bool = False
     set: Facts = {}
     lessons: dict[str, Facts] = {}
+    exercises: dict[str, dict[str, Exercise]] = {}  # by lesson and name
     checked: CheckedRows = Field(default=CheckedRows(), validation_alias=AliasPath("lessons", "02_data_prep"))
     trained: TrainingFacts = Field(default=TrainingFacts(), validation_alias=AliasPath("lessons", "03_qlora"))
     evaluation: Evaluation = Field(
@@ -271,6 +280,16 @@ def update(path: Path, top: Facts, lesson: str, facts: Facts, outdated: Sequence
     for name, value in facts.items():
         lessons[lesson][name] = earlier.get(name) if value is None else value
     return _write(path, record)
+
+
+def note_exercise(path: Path, lesson: str, name: str, right: bool) -> None:
+    """Note one more try of an exercise, and whether it is solved."""
+    facts = read_facts(path)
+    of_lesson = facts.setdefault("exercises", {}).setdefault(lesson, {})
+    before = Exercise.model_validate(of_lesson.get(name, {}))
+    noted = Exercise(right=right or before.right, tries=before.tries + 1)
+    of_lesson[name] = noted.model_dump()
+    _write(path, facts)
 
 
 def _write(path: Path, record: Facts) -> Facts:

@@ -66,7 +66,7 @@ lesson = nbutils.start("02_data_prep", globals())
 # %% [markdown]
 # ## Look first
 #
-# Three rows, as question and answer. The bundled sample asks for something small and strict: a customer's message, in Chinese
+# Three rows, as question and answer. A *row* is one example to learn from. The bundled sample asks for something small and strict: a customer's message, in Chinese
 # or English, becomes a JSON ticket on one line. A task like this shows at a glance whether the training worked.
 
 # %%
@@ -74,7 +74,7 @@ from itertools import islice
 from nbutils import data, files
 
 source = DATA or lesson.profile.course.data or files.SAMPLES / "train.jsonl"
-for raw in islice(data.read_rows(source), 3):
+for raw in data.own_language_first(islice(data.read_rows(source), 30))[:3]:
     data.show(raw, COLUMNS)
 
 # %% [markdown]
@@ -146,19 +146,11 @@ print(card)
 print(card.rejected_text(lesson.run.data / "rejected.jsonl"))
 
 # %% [markdown]
-# What became of every row, and the first rows with private data (phone numbers, e-mail addresses, keys): a model can repeat
-# what it was trained on. A *near duplicate* says what another row says in almost the same words. In the held-out rows it would
-# make a model look better than it is (`near_leak`).
+# Does any row hold private data (phone numbers, e-mail addresses, keys)? A model can repeat what it was trained on. A *near duplicate*
+# among the rejected rows says what another row says in almost the same words; in the held-out rows it would make a model look better
+# than it is (`near_leak`).
 
 # %%
-import matplotlib.pyplot as plt
-
-counts = {"train": card.train, "eval": card.eval, **card.reasons}
-figure, axes = plt.subplots(figsize=(7, 0.8 + 0.3 * len(counts)), layout="constrained")
-axes.bar_label(axes.barh(list(counts), list(counts.values())), padding=3)
-axes.invert_yaxis()
-axes.set(title=f"{card.rows} rows, {card.rejected} left out", xlabel="rows")
-display.show_figure(figure, lesson.run.logs / "rows.png")
 print(*card.examples or ["no private data found"], sep="\n")
 
 # %% [markdown]
@@ -181,14 +173,54 @@ row = data.row_to_show(train_rows)
 print(tokenizer.apply_chat_template(row["messages"][:-1], tools=row.get("tools"), tokenize=False, add_generation_prompt=True))
 
 # %% [markdown]
-# ## What is trained
+# ## From text to labels
 #
-# The same row as the trainer sees it. The loss is computed on the marked tokens only, and the last of them is a stop token: a
-# model that never learns it never stops generating.
+# A model reads no letters. A *tokenizer* cuts the text into *tokens*: words, parts of words, signs. Each token has a number, its *id*.
+# The *labels* are what the model is trained to write: at each position the id of the token, or -100 where nothing is to be learned.
+# Here is the end of the row: the question is grey, the answer green.
 
 # %%
-from nbutils import chat
+from nbutils import chat, figures
 
+stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
+examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids=stop_ids)
+example = examples.examples[train_rows.index(row)]
+ids, labels = list(example.ids), example.labels
+tokens = [tokenizer.decode([i]) for i in ids]
+figures.token_labels(tokens[-40:], ids[-40:], labels[-40:])
+
+# %% [markdown]
+# ## Exercise: labels
+#
+# Write the labels of another row by hand. `ids` are its tokens up to and with the stop token, and `first` is the position where the
+# answer begins. `my_labels` must be a list as long as `ids`: -100 for every token of the question, the id itself for every token of the
+# answer. In Python `[0] * 3` is `[0, 0, 0]`, and `ids[3:]` is everything from position 3 on.
+
+# %% tags=["exercise"]
+from nbutils import exercises
+
+ids, first = examples.examples[0].first_answer()
+my_labels = None
+lesson.check(exercises.labels, my_labels, ids, first, [tokenizer.decode([i]) for i in ids])
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_labels = [-100] * first + ids[first:]
+# ```
+#
+# The loss is computed where the label is not -100. So the model learns to write the answer, and not to write questions.
+#
+# </details>
+
+# %% [markdown]
+# ## What is trained
+#
+# The whole row as the trainer sees it. The *loss* measures how unlikely the model finds the right next token; training makes it smaller.
+# It is computed on the marked tokens only, and the last of them is a *stop token*: a model that never learns it never stops writing.
+
+# %%
 chat.show_row(tokenizer, row)
 
 # %% [markdown]
@@ -202,15 +234,8 @@ chat.show_row(tokenizer, row)
 from statistics import mean
 from nbutils import plan
 
-stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
-examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids=stop_ids)
 examples.write_too_long(lesson.run.data)
-figure, axes = plt.subplots(figsize=(7, 2.5), layout="constrained")
-axes.hist(examples.lengths, bins=30)
-axes.axvline(examples.max_length, color="tab:red", linestyle="--", label=f"max_length {examples.max_length}")
-axes.set(title="Tokens per training example", xlabel="tokens", ylabel="examples")
-axes.legend()
-display.show_figure(figure, lesson.run.logs / "lengths.png")
+figures.lengths(examples.lengths, examples.max_length, lesson.run.logs / "lengths.png")
 print(examples)
 print(plan.command(len(examples.lengths), mean(examples.lengths)))
 
@@ -226,23 +251,80 @@ print(plan.command(len(examples.lengths), mean(examples.lengths)))
 print(chat.check_contract(examples))
 
 # %% [markdown]
-# ## Exercise
+# ## Exercise: mended rows
 #
-# Write three different rows you would train on: a name, a style, a task of your own. The row here has two mistakes; the check counts
-# one, because it sees the second only when the first is mended. Find both, and put your rows in its place: the check then names what
-# is still wrong.
+# Two rows with one mistake each. The messages of a row have the roles `user` (who asks) and `assistant` (who answers), in turn, and
+# no text is empty. Print what `data.problems_of(broken[0])` says, then write both rows without their mistake. Their questions stay
+# as they are.
 
-# %%
-from nbutils.language import tr
+# %% tags=["exercise"]
+broken = [
+    {"messages": [{"role": "customer", "content": "Where is order 2041?"}, {"role": "assistant", "content": "On its way."}]},
+    {"messages": [{"role": "user", "content": "Is order 2042 paid?"}, {"role": "assistant", "content": ""}]},
+]
+my_rows = None
+lesson.check(exercises.mended_rows, my_rows, broken)
 
-given = {"messages": [{"role": "customer", "content": "Where is order 2041?"}, {"role": "assistant", "content": ""}]}
-my_rows = [given]
-problems = [problem for my_row in my_rows for problem in data.problems_of(my_row)]
-different = len({str(my_row) for my_row in my_rows})
-done = different >= 3 and not problems
-print(f"[{' OK ' if done else 'todo'}] exercise: different rows: {different}, expected 3 or more; problems: {len(problems)}, expected 0")
-for problem in problems if my_rows != [given] else []:
-    print(f"  {problem.field}: {tr(problem.kind)}, saw {problem.seen} -> {problem.todo}")
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_rows = [
+#     {"messages": [{"role": "user", "content": "Where is order 2041?"}, {"role": "assistant", "content": "On its way."}]},
+#     {"messages": [{"role": "user", "content": "Is order 2042 paid?"}, {"role": "assistant", "content": "Yes, since Monday."}]},
+# ]
+# ```
+#
+# In the first row a role had a name of its own; in the second one the answer was empty, and would teach the model to say nothing.
+#
+# </details>
+
+# %% [markdown]
+# ## Exercise: rows of your own
+#
+# Write three rows you would train on: a name, a style, a task of your own. They must ask different things, and their answers must
+# have one form: prose in all of them, or JSON with the same keys in all.
+
+# %% tags=["exercise"]
+my_own_rows = None
+lesson.check(exercises.own_rows, my_own_rows)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# Any task will do; here is one.
+#
+# ```python
+# my_own_rows = [
+#     {"question": "Who are you?", "answer": "I am Ada, the assistant of the corner shop."},
+#     {"question": "Do you sell umbrellas?", "answer": "I have no list of goods. Please call the shop."},
+#     {"question": "Good morning!", "answer": "Good morning! What would you like to order?"},
+# ]
+# ```
+#
+# </details>
+
+# %% [markdown]
+# ## Question
+#
+# Why must the evaluation rows be held out before the training, and not after it? Put `"a"`, `"b"` or `"c"` into `my_choice`.
+#
+# - **a**: because there is no time left afterwards
+# - **b**: because the model would have been trained on them
+# - **c**: because the training is faster with fewer rows
+
+# %% tags=["exercise"]
+my_choice = None
+lesson.check(exercises.quiz, my_choice, lesson.stem)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_choice = "b"
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## You now have
@@ -251,9 +333,6 @@ for problem in problems if my_rows != [given] else []:
 # - `rejected.jsonl`: every row that was left out, with its line, its field and what to do about it,
 # - a data card with counts, languages, lengths and a fingerprint that later lessons verify,
 # - proof that exactly the answers are trained, and that each ends with a stop token.
-#
-# Two questions to take along: what would the model learn from rows whose answers contradict each other? Why must the evaluation
-# rows be held out before the training, and not after it?
 
 # %%
 lesson.finish(card, longest_row_tokens=examples.longest, rows_too_long=len(examples.too_long))

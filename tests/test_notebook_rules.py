@@ -129,10 +129,7 @@ def test_it_opens_with_a_promise_closes_with_the_same_bullets_and_has_an_exercis
     assert re.search(r"(?s)^# .*(minute|second)", notebook.prose[0])
     assert len(notebook.promise("You will have", "You now have")) >= 3
     assert any("## Exercise" in text for text in notebook.prose)
-    assert any("saw" in text and "expected" in text for text in notebook.code), "its check prints both"
-    todo = [text for text in notebook.code if re.search(r"(?i)\btodo\b", text)]
-    assert todo and all("exercise:" in text for text in todo), "what is left to do is told as an exercise"
-    assert not any(re.search(r"TODO|saw None", text) for text in notebook.code), "an unsolved one is no failure"
+    assert any("## Question" in text for text in notebook.prose)
     assert sum(f'nbutils.start("{notebook.stem}", globals())' in text for text in notebook.code) == 1
     assert "lesson.finish(" in notebook.code[-1]
 
@@ -214,7 +211,7 @@ def test_the_chinese_lesson_is_the_english_program_with_chinese_texts(source: Pa
     assert ours == theirs
     promise = chinese.promise("学完这一课，你会得到", "## 现在你有了")
     assert len(promise) == len(english.promise("You will have", "You now have"))
-    assert re.search("分钟|秒", opening) and any("## 练习\n" in text for text in others)
+    assert re.search("分钟|秒", opening) and any("## 练习：" in text for text in others)
     for text in chinese.prose:
         assert re.search(f"[{HAN}]", text) and not PLATFORM_PATH.search(text)
         assert BADLY_SET.findall(re.sub(r"`[^`]+`", "x", text)) == []

@@ -33,7 +33,7 @@ from nbutils.data.card import (
 from nbutils.data.dedupe import digests, find_repeated, row_text
 from nbutils.data.read import find_files, read_rows
 from nbutils.data.rows import ChatRow, Json, RowError, check_row, parse_mapping
-from nbutils.data.texts import Kind, Problem, short, shown
+from nbutils.data.texts import CJK, Kind, Problem, short, shown
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, SAMPLES, replacement, write_json
 from nbutils.language import tr
@@ -51,7 +51,6 @@ Side = Literal["train", "eval", "over_limit", "near_copy"]  # on which a row can
 ACCEPTED = "accepted.jsonl"
 MOST_SHOWN = 3  # rejections or warnings of each kind
 LANGUAGES = ("zh", "en", "other")
-CJK = re.compile(r"[\u3400-\u9fff]")
 LATIN_LETTER = re.compile("[A-Za-z]")
 
 

@@ -8,16 +8,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
 from nbutils import display
 from nbutils.data import evidence
 from nbutils.data.rows import Json, Row, RowError, check_row
-from nbutils.data.texts import find_private, shown
+from nbutils.data.texts import CJK, find_private, shown
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK
-from nbutils.language import joined, tr
+from nbutils.language import joined, language, tr
 
 CARD = "data_card.json"
 TRAIN = "train.jsonl"
@@ -173,10 +174,22 @@ def stored_rows(path: Path) -> list[Json]:
         return [json.loads(line) for line in file]
 
 
+def own_language_first(rows: Iterable[Any]) -> list[Any]:
+    """The rows in the language of the course, then the others; a Chinese lesson shows Chinese rows.
+
+    Example:
+        `questions = data.own_language_first(eval_rows)[:3]`
+    """
+    chinese = language() == "zh"
+    return sorted(rows, key=lambda row: bool(CJK.search(str(row))) != chinese)  # False comes first, in the same order
+
+
 def row_to_show(rows: Sequence[Json]) -> Json:
-    """The first row without private data, if there is one; else the first."""
-    public = (row for row in rows if not any(find_private(str(row))))
-    return next(public, rows[0])
+    """The first row in the language of the course without private data, if there is one; else the first."""
+    ordered = own_language_first(rows)
+    public = (row for row in ordered if not any(find_private(str(row))))
+    shown_row: Json = next(public, ordered[0])
+    return shown_row
 
 
 def show(row: Row | RowError, columns: str = "") -> None:

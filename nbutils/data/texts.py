@@ -15,6 +15,7 @@ from nbutils.files import read_yaml
 from nbutils.language import tr
 from nbutils.masking import KEY
 
+CJK = re.compile(r"[\u3400-\u9fff]")  # a Chinese character
 Kind = Literal[  # of a problem or a warning
     "ambiguous_columns", "control_character", "damaged_file", "duplicate", "email", "empty", "encoding", "id_number",
     "key", "leak", "long_line", "malformed_csv", "malformed_json", "missing_field", "mojibake", "near_duplicate",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nbutils.data.build import CJK
+from nbutils.data.texts import CJK
 
 THINKING = re.compile(r"(?s)^\s*<think>.*?(</think>|\Z)|^((?!<think>).)*?</think>")  # or the prompt opened it
 OTHERS = 5  # references of other rows that each answer is scored against

@@ -66,14 +66,14 @@ lesson = nbutils.start("02_data_prep", globals())
 # %% [markdown]
 # ## 先看一眼
 #
-# 先看三条样本，显示成一问一答。自带的示例数据，任务小而严格：把顾客的一条中文或英文留言，变成一行 JSON 工单。这样的任务，训练有没有效果一眼就能看出来。
+# 先看三条样本，显示成一问一答。一条样本（row）就是一个供模型学习的例子。自带的示例数据，任务小而严格：把顾客的一条中文或英文留言，变成一行 JSON 工单。这样的任务，训练有没有效果一眼就能看出来。
 
 # %%
 from itertools import islice
 from nbutils import data, files
 
 source = DATA or lesson.profile.course.data or files.SAMPLES / "train.jsonl"
-for raw in islice(data.read_rows(source), 3):
+for raw in data.own_language_first(islice(data.read_rows(source), 30))[:3]:
     data.show(raw, COLUMNS)
 
 # %% [markdown]
@@ -140,17 +140,9 @@ print(card)
 print(card.rejected_text(lesson.run.data / "rejected.jsonl"))
 
 # %% [markdown]
-# 每条样本的去向，以及最先发现的几条含隐私数据（手机号、邮箱、密钥）的样本：模型可能把训练过的内容原样说出来。*近似重复*（near duplicate）是和另一条样本意思相同、用词也几乎相同的样本；如果出现在验证集里，模型看起来就会比实际好（`near_leak`）。
+# 有没有样本含隐私数据（手机号、邮箱、密钥）？模型可能把训练过的内容原样说出来。剔除的样本里还有*近似重复*（near duplicate）：和另一条样本意思相同、用词也几乎相同；如果出现在验证集里，模型看起来就会比实际好（`near_leak`）。
 
 # %%
-import matplotlib.pyplot as plt
-
-counts = {"训练集": card.train, "验证集": card.eval, **card.reasons}
-figure, axes = plt.subplots(figsize=(7, 0.8 + 0.3 * len(counts)), layout="constrained")
-axes.bar_label(axes.barh(list(counts), list(counts.values())), padding=3)
-axes.invert_yaxis()
-axes.set(title=f"共 {card.rows} 条样本，剔除 {card.rejected} 条", xlabel="样本数")
-display.show_figure(figure, lesson.run.logs / "rows.png")
 print(*card.examples or ["没有发现隐私数据"], sep="\n")
 
 # %% [markdown]
@@ -173,13 +165,49 @@ row = data.row_to_show(train_rows)
 print(tokenizer.apply_chat_template(row["messages"][:-1], tools=row.get("tools"), tokenize=False, add_generation_prompt=True))
 
 # %% [markdown]
-# ## 训练的是哪些 token
+# ## 从文本到标签
 #
-# 同一条样本，这次是 trainer 看到的样子。只有标出的 token 计算损失，其余 token 的标签是 -100，不参与；标出的最后一个是结束符：模型没学过结束符，就会一直写下去，停不下来。
+# 模型读的不是文字。分词器（tokenizer）先把文本切成 *token*：词、词的一部分、符号。每个 token 有一个编号（id）。标签（label）就是要模型学会写出的内容：每个位置上是该 token 的 id；不需要学的位置是 -100。下面是这条样本的末尾：问题是灰色，回答是绿色。
 
 # %%
-from nbutils import chat
+from nbutils import chat, figures
 
+stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
+examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids=stop_ids)
+example = examples.examples[train_rows.index(row)]
+ids, labels = list(example.ids), example.labels
+tokens = [tokenizer.decode([i]) for i in ids]
+figures.token_labels(tokens[-40:], ids[-40:], labels[-40:])
+
+# %% [markdown]
+# ## 练习：标签
+#
+# 给另一条样本亲手写标签。`ids` 是它的 token，到结束符为止（含结束符）；`first` 是回答开始的位置。`my_labels` 是一个列表，和 `ids` 一样长：问题的每个 token 写 -100，回答的每个 token 写它自己的 id。在 Python 里，`[0] * 3` 就是 `[0, 0, 0]`，`ids[3:]` 是从位置 3 开始的全部内容。
+
+# %% tags=["exercise"]
+from nbutils import exercises
+
+ids, first = examples.examples[0].first_answer()
+my_labels = None
+lesson.check(exercises.labels, my_labels, ids, first, [tokenizer.decode([i]) for i in ids])
+
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# ```python
+# my_labels = [-100] * first + ids[first:]
+# ```
+#
+# 只有标签不是 -100 的位置才计算损失。所以模型学的是写回答，而不是写问题。
+#
+# </details>
+
+# %% [markdown]
+# ## 训练的是哪些 token
+#
+# 整条样本，这次是 trainer 看到的样子。*损失*（loss）衡量模型觉得正确的下一个 token 有多意外，训练就是让它变小。只有标绿的 token 计算损失；其中最后一个是*结束符*：模型没学过结束符，就会一直写下去，停不下来。
+
+# %%
 chat.show_row(tokenizer, row)
 
 # %% [markdown]
@@ -191,15 +219,8 @@ chat.show_row(tokenizer, row)
 from statistics import mean
 from nbutils import plan
 
-stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
-examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids=stop_ids)
 examples.write_too_long(lesson.run.data)
-figure, axes = plt.subplots(figsize=(7, 2.5), layout="constrained")
-axes.hist(examples.lengths, bins=30)
-axes.axvline(examples.max_length, color="tab:red", linestyle="--", label=f"max_length {examples.max_length}")
-axes.set(title="每条训练样本的 token 数", xlabel="token 数", ylabel="样本数")
-axes.legend()
-display.show_figure(figure, lesson.run.logs / "lengths.png")
+figures.lengths(examples.lengths, examples.max_length, lesson.run.logs / "lengths.png")
 print(examples)
 print(plan.command(len(examples.lengths), mean(examples.lengths)))
 
@@ -212,21 +233,77 @@ print(plan.command(len(examples.lengths), mean(examples.lengths)))
 print(chat.check_contract(examples))
 
 # %% [markdown]
-# ## 练习
+# ## 练习：修好样本
 #
-# 写三条不一样的样本，用你自己想训练的内容：一个名字、一种语气、一项任务。下面这条有两个错误，但检查只数到一处：改好第一个，才会看到第二个。把两个都找出来，再换成你写的样本，检查会告诉你还有哪里不对。
+# 下面两条样本各有一个错误。一条样本的消息（messages）有两种角色，轮流出现：`user` 提问，`assistant` 回答；内容都不能为空。先用 `print(data.problems_of(broken[0]))` 看看检查怎么说，再把两条改对写进 `my_rows`。问题的文字不要改。
 
-# %%
-from nbutils.language import tr
+# %% tags=["exercise"]
+broken = [
+    {"messages": [{"role": "customer", "content": "2041 号订单到哪儿了？"}, {"role": "assistant", "content": "已经在路上。"}]},
+    {"messages": [{"role": "user", "content": "2042 号订单付款了吗？"}, {"role": "assistant", "content": ""}]},
+]
+my_rows = None
+lesson.check(exercises.mended_rows, my_rows, broken)
 
-given = {"messages": [{"role": "customer", "content": "2041 号订单到哪儿了？"}, {"role": "assistant", "content": ""}]}
-my_rows = [given]
-problems = [problem for my_row in my_rows for problem in data.problems_of(my_row)]
-different = len({str(my_row) for my_row in my_rows})
-done = different >= 3 and not problems
-print(f"[{' OK ' if done else '待做'}] 不同的样本 {different} 条，需要 3 条或更多；错误 {len(problems)} 处，需要 0 处")
-for problem in problems if my_rows != [given] else []:
-    print(f"  {problem.field}：{tr(problem.kind)}，看到的是 {problem.seen} -> {problem.todo}")
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# ```python
+# my_rows = [
+#     {"messages": [{"role": "user", "content": "2041 号订单到哪儿了？"}, {"role": "assistant", "content": "已经在路上。"}]},
+#     {"messages": [{"role": "user", "content": "2042 号订单付款了吗？"}, {"role": "assistant", "content": "周一已经付款。"}]},
+# ]
+# ```
+#
+# 第一条的角色名不对；第二条的回答是空的，拿来训练，模型学到的就是什么都不说。
+#
+# </details>
+
+# %% [markdown]
+# ## 练习：自己的样本
+#
+# 写三条你想用来训练的样本：一个名字、一种语气、一项任务都可以。三条要问不同的事；回答要用同一种形式：要么都是普通文字，要么都是键相同的 JSON。
+
+# %% tags=["exercise"]
+my_own_rows = None
+lesson.check(exercises.own_rows, my_own_rows)
+
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# 什么任务都行，这里是一个例子。
+#
+# ```python
+# my_own_rows = [
+#     {"question": "你是谁？", "answer": "我是小艾，街角小店的助手。"},
+#     {"question": "店里卖雨伞吗？", "answer": "我这里没有商品清单，请给店里打电话。"},
+#     {"question": "早上好！", "answer": "早上好！您想买点什么？"},
+# ]
+# ```
+#
+# </details>
+
+# %% [markdown]
+# ## 思考题
+#
+# 验证集为什么要在训练前留出，而不是训练后？把 `"a"`、`"b"` 或 `"c"` 填进 `my_choice`。
+#
+# - **a**：因为训练完就没有时间了
+# - **b**：因为模型会已经用这些样本训练过
+# - **c**：因为样本少一些，训练更快
+
+# %% tags=["exercise"]
+my_choice = None
+lesson.check(exercises.quiz, my_choice, lesson.stem)
+
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# ```python
+# my_choice = "b"
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## 现在你有了
@@ -235,7 +312,6 @@ for problem in problems if my_rows != [given] else []:
 # - `rejected.jsonl`：剔除的每一条样本，写明哪一行、哪个字段、怎么办；
 # - 数据卡：条数、语言、长度，还有一个指纹，后面几课会核对；
 # - 一份证明：回答全部参与训练，别的都不参与，每个回答都以结束符收尾。
-#
-# 留两个问题给你：如果样本的回答互相矛盾，模型会学到什么？验证集为什么要在训练前留出，而不是训练后？
+
 # %%
 lesson.finish(card, longest_row_tokens=examples.longest, rows_too_long=len(examples.too_long))

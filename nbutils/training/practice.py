@@ -1,0 +1,126 @@
+"""Practice runs: trainings of the bundled tiny model, seconds each, of which most are meant to fail.
+
+The course's own run succeeds. What a run looks like that was too short, memorized its rows or learned from wrong
+answers is seen here, on the same rows and with the same held-out questions. Each is a plain SFTTrainer; its adapter and
+its losses are kept in the run folder, so that lesson 04 can judge what lesson 03 has trained.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nbutils import chat, data, files
+from nbutils.chat import Row
+
+MAX_LENGTH = 256  # tokens; every bundled row is shorter
+VALIDATION_ROWS = 24
+MEASURES = 8  # of the validation loss in a run, beside the one before the first step
+
+
+@dataclass(frozen=True)
+class Practice:
+    """One practice run: what it trains on, and how."""
+
+    rows: int = 0  # the first ones; 0: all
+    shuffled: bool = False  # every answer belongs to another question
+    steps: int = 40
+    learning_rate: float = 2e-3
+    batch_size: int = 8
+    seed: int = 0
+
+
+RUNS = {
+    "too short": Practice(steps=20),
+    "memorized": Practice(rows=5, steps=56, learning_rate=5e-3, batch_size=4),
+    "shuffled answers": Practice(shuffled=True, steps=32),
+}
+
+
+@dataclass(frozen=True)
+class Practised:
+    """What came of it."""
+
+    adapter: Path
+    history: dict[str, list[tuple[int, float]]]  # `train` and `validation`, each a loss by step
+
+    @property
+    def best(self) -> tuple[int, float]:
+        """The step with the lowest validation loss, and that loss."""
+        return min(self.history["validation"], key=lambda measured: measured[1])
+
+
+def rows_of(practice: Practice) -> list[Row]:
+    """The bundled rows that a practice run trains on."""
+    rows = data.stored_rows(files.SAMPLES / "train.jsonl")[: practice.rows or None]
+    if not practice.shuffled:
+        return rows
+    answers = [row["messages"][-1] for row in rows]
+    random.Random(practice.seed).shuffle(answers)
+    return [{"messages": [*row["messages"][:-1], answer]} for row, answer in zip(rows, answers, strict=True)]
+
+
+def held_out() -> list[Row]:
+    """The bundled questions that no practice run has seen."""
+    return data.stored_rows(files.SAMPLES / "eval.jsonl")
+
+
+def train(practice: Practice, folder: Path) -> Practised:
+    """The run in `folder`: trained now, or read, if this very one was trained before."""
+    decided_by = asdict(practice)
+    history_file = folder / "history.json"
+    if files.stamp(folder) != decided_by:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with files.complete_folder(folder, decided_by) as partial:
+            history = _train(practice, partial)
+            files.write_json(partial / history_file.name, history)
+    return Practised(folder, files.read_json(history_file))
+
+
+def _train(practice: Practice, folder: Path) -> dict[str, Any]:
+    import torch
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, set_seed
+    from trl import SFTConfig, SFTTrainer
+
+    set_seed(practice.seed)
+    tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype=torch.float32, trust_remote_code=False)
+    examples = chat.filter_by_length(tokenizer, rows_of(practice), MAX_LENGTH)
+    every = max(1, practice.steps // MEASURES)
+    settings = SFTConfig(
+        output_dir=str(folder),
+        max_steps=practice.steps,
+        learning_rate=practice.learning_rate,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=practice.batch_size,
+        max_length=None,
+        gradient_checkpointing=False,
+        bf16=False,
+        logging_steps=every,
+        eval_strategy="steps",
+        eval_steps=every,
+        eval_on_start=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=practice.seed,
+    )
+    trainer: Any = SFTTrainer(
+        model=model,
+        args=settings,
+        train_dataset=chat.training_dataset(examples),
+        eval_dataset=chat.validation_dataset(examples, held_out(), VALIDATION_ROWS),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    trainer.remove_callback(PrinterCallback)  # the figure shows its numbers
+    trainer.train()
+    trainer.model.save_pretrained(folder)
+    log = trainer.state.log_history
+    return {
+        "train": [(entry["step"], entry["loss"]) for entry in log if "loss" in entry],
+        "validation": [(entry["step"], entry["eval_loss"]) for entry in log if "eval_loss" in entry],
+    }
