@@ -6,7 +6,8 @@ colour, it says it by position or in words, too. Labels are in the language of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nbutils.display import pyplot, show_figure
@@ -20,8 +21,74 @@ SKY = "#56B4E9"
 PINK = "#CC79A7"
 GREY = "#999999"
 COLORS = (BLUE, ORANGE, GREEN, RED, SKY, PINK, GREY)
+MARKERS = "os^Dv"
 WIDTH = 8.4  # inches: a notebook's column
+COLUMNS = 10  # tokens in a line
 IGNORED = -100
+
+
+def bars(
+    parts: Mapping[str, Mapping[str, float]],
+    title: str,
+    unit: str,
+    limit: float | None = None,
+    stacked: bool = True,
+    path: Path | None = None,
+) -> None:
+    """A horizontal bar for each name, made of its parts, or with its parts one below the other; a limit is dashed.
+
+    Example: figures.bars({"LoRA": {"weights": 14.2, "adapter": 0.6}}, "Memory of a 7B", "GiB", limit=15.0)
+    """
+    labels = list(dict.fromkeys(label for values in parts.values() for label in values))
+    thickness = 0.7 if stacked else 0.8 / len(labels)
+    rows = len(parts) * (1 if stacked else len(labels))
+    figure, axes = pyplot().subplots(figsize=(WIDTH, 1.2 + 0.34 * rows), layout="constrained")
+    left = [0.0] * len(parts)
+    for number, label in enumerate(labels):
+        sizes = [values.get(label, 0.0) for values in parts.values()]
+        shift = 0.0 if stacked else (number - (len(labels) - 1) / 2) * thickness
+        places = [place + shift for place in range(len(parts))]
+        color = COLORS[number % len(COLORS)]
+        axes.barh(places, sizes, thickness, left=left, label=label, color=color, edgecolor="white")
+        if stacked:
+            left = [start + size for start, size in zip(left, sizes, strict=True)]
+    if limit is not None:
+        axes.axvline(limit, color="black", linestyle="--", label=tr("limit {limit:.3g}", limit=limit))
+    axes.set_yticks(range(len(parts)), list(parts))
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel=unit)
+    figure.legend(ncols=4, loc="outside lower center", frameon=False)
+    show_figure(figure, path)
+
+
+def dots(
+    series: Mapping[str, Mapping[str, tuple[float, float]]],
+    title: str,
+    x: str,
+    y: str,
+    log: str = "",
+    path: Path | None = None,
+) -> None:
+    """Points with their names, joined within a series; `log` is "x", "y" or "xy".
+
+    Example: figures.dots({"vLLM": {"1": (120.0, 8.0), "8": (700.0, 11.0)}}, "Speed", "tokens/s", "ms", log="x")
+    """
+    figure, axes = pyplot().subplots(figsize=(WIDTH, 3.4), layout="constrained")
+    for number, (label, points) in enumerate(series.items()):
+        across, up = zip(*points.values(), strict=True)
+        marker = MARKERS[number % len(MARKERS)]
+        axes.plot(across, up, marker=marker, label=label, color=COLORS[number % len(COLORS)])
+        for name, place in points.items():
+            axes.annotate(name, place, xytext=(5, 5), textcoords="offset points", fontsize=8)
+    if "x" in log:
+        axes.set_xscale("log")
+    if "y" in log:
+        axes.set_yscale("log")
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.margins(0.12)
+    if len(series) > 1:
+        axes.legend(frameon=False)
+    show_figure(figure, path)
 
 
 # --- 02: the data -----------------------------------------------------------------------------------------------------
@@ -32,23 +99,18 @@ def token_labels(tokens: Sequence[str], ids: Sequence[int], labels: Sequence[int
 
     Example: figures.token_labels(["Hi", "<|im_end|>"], [13048, 151645], [-100, 151645])
     """
-    columns = 10
-    lines = -(-len(tokens) // columns)
-    figure, axes = pyplot().subplots(figsize=(WIDTH, 0.9 * lines + 0.3), layout="constrained")
-    for number, (token, token_id, label) in enumerate(zip(tokens, ids, labels, strict=True)):
-        line, column = divmod(number, columns)
-        top = -1.45 * line
-        trained = label != IGNORED
-        color = GREEN if trained else GREY
-        box = pyplot().Rectangle((column, top - 1.2), 0.94, 1.2, facecolor=color, alpha=0.25 if trained else 0.12)
-        axes.add_patch(box)
-        middle = column + 0.47
-        axes.text(middle, top - 0.25, _short(token), ha="center", va="center", fontsize=8, weight="bold")
-        axes.text(middle, top - 0.62, str(token_id), ha="center", va="center", fontsize=8)
-        axes.text(middle, top - 0.97, str(label), ha="center", va="center", fontsize=8, color=color)
-    axes.set(xlim=(-0.9, columns), ylim=(-1.45 * lines, 0.1))
-    for name, height in ((tr("token"), 0.25), (tr("id"), 0.62), (tr("label"), 0.97)):
-        axes.text(-0.1, -height, name, ha="right", va="center", fontsize=8)
+    lines = math.ceil(len(tokens) / COLUMNS)
+    figure, axes = pyplot().subplots(figsize=(WIDTH, 0.68 * lines + 0.3), layout="constrained")
+    for number, token in enumerate(tokens):
+        line, column = divmod(number, COLUMNS)
+        trained = labels[number] != IGNORED
+        box = {"boxstyle": "round,pad=0.35", "facecolor": "#c5eadb" if trained else "#eeeeee", "edgecolor": "none"}
+        text = f"{_short(token):^9}\n{ids[number]:^9}\n{labels[number]:^9}"
+        axes.text(column, -line, text, ha="center", va="center", fontsize=8, bbox=box)
+    for line in range(lines):
+        names = "\n".join([tr("token"), tr("id"), tr("label")])
+        axes.text(-0.6, -line, names, ha="right", va="center", fontsize=8, color=GREY)
+    axes.set(xlim=(-1.1, COLUMNS - 0.5), ylim=(0.5 - lines, 0.5))
     axes.axis("off")
     show_figure(figure, path)
 

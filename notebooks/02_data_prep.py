@@ -177,7 +177,7 @@ print(tokenizer.apply_chat_template(row["messages"][:-1], tools=row.get("tools")
 #
 # A model reads no letters. A *tokenizer* cuts the text into *tokens*: words, parts of words, signs. Each token has a number, its *id*.
 # The *labels* are what the model is trained to write: at each position the id of the token, or -100 where nothing is to be learned.
-# Here is the end of the row: the question is grey, the answer green.
+# Here is the row from the end of its question on: what belongs to the question is grey, the answer green.
 
 # %%
 from nbutils import chat, figures
@@ -185,9 +185,9 @@ from nbutils import chat, figures
 stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
 examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids=stop_ids)
 example = examples.examples[train_rows.index(row)]
-ids, labels = list(example.ids), example.labels
-tokens = [tokenizer.decode([i]) for i in ids]
-figures.token_labels(tokens[-40:], ids[-40:], labels[-40:])
+first = max(0, example.trained.find(1) - 12)
+ids, labels = list(example.ids)[first:][:50], example.labels[first:][:50]
+figures.token_labels([tokenizer.decode([i]) for i in ids], ids, labels)
 
 # %% [markdown]
 # ## Exercise: labels

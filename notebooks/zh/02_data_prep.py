@@ -167,7 +167,7 @@ print(tokenizer.apply_chat_template(row["messages"][:-1], tools=row.get("tools")
 # %% [markdown]
 # ## 从文本到标签
 #
-# 模型读的不是文字。分词器（tokenizer）先把文本切成 *token*：词、词的一部分、符号。每个 token 有一个编号（id）。标签（label）就是要模型学会写出的内容：每个位置上是该 token 的 id；不需要学的位置是 -100。下面是这条样本的末尾：问题是灰色，回答是绿色。
+# 模型读的不是文字。分词器（tokenizer）先把文本切成 *token*：词、词的一部分、符号。每个 token 有一个编号（id）。标签（label）就是要模型学会写出的内容：每个位置上是该 token 的 id；不需要学的位置是 -100。下面从问题的末尾开始：问题是灰色，回答是绿色。
 
 # %%
 from nbutils import chat, figures
@@ -175,9 +175,9 @@ from nbutils import chat, figures
 stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
 examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids=stop_ids)
 example = examples.examples[train_rows.index(row)]
-ids, labels = list(example.ids), example.labels
-tokens = [tokenizer.decode([i]) for i in ids]
-figures.token_labels(tokens[-40:], ids[-40:], labels[-40:])
+first = max(0, example.trained.find(1) - 12)
+ids, labels = list(example.ids)[first:][:50], example.labels[first:][:50]
+figures.token_labels([tokenizer.decode([i]) for i in ids], ids, labels)
 
 # %% [markdown]
 # ## 练习：标签
