@@ -76,6 +76,7 @@ def texts_in_data() -> set[str]:
         diagnose,
         display,
         distributed,
+        exercises,
         hardware,
         models,
         notices,
@@ -98,6 +99,7 @@ def texts_in_data() -> set[str]:
 
     symptoms = [entry for part in diagnose.symptoms().values() for entry in part.values()]
     texts = {entry[name] for entry in symptoms for name in ("cause", "todo")}
+    texts |= {text for question in exercises.quizzes().values() for text in question["told"].values()}
     for one in platforms.table().values():
         texts |= {one.limits, one.gpu_todo, one.hub_todo, one.keep_todo, *one.keep.values()}
     texts |= {text for name in config.names() for text in config.read(name).reasons.values()}

@@ -108,7 +108,7 @@ def token_labels(tokens: Sequence[str], ids: Sequence[int], labels: Sequence[int
         text = f"{_short(token):^9}\n{ids[number]:^9}\n{labels[number]:^9}"
         axes.text(column, -line, text, ha="center", va="center", fontsize=8, bbox=box)
     for line in range(lines):
-        names = "\n".join([tr("token"), tr("id"), tr("label")])
+        names = "\n".join(["token", tr("id"), tr("label")])
         axes.text(-0.6, -line, names, ha="right", va="center", fontsize=8, color=GREY)
     axes.set(xlim=(-1.1, COLUMNS - 0.5), ylim=(0.5 - lines, 0.5))
     axes.axis("off")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from click.testing import CliRunner
 from solutions import exercises_of
 from support import ROOT
 
-from nbutils import exercises, lesson, record
+from nbutils import cli, exercises, lesson, progress, record
 from nbutils.exercises import Check, Checked
 
 
@@ -171,3 +173,47 @@ def test_an_answer_is_told_and_kept_and_stays_solved(started: Any, capsys: pytes
     again.finish()
     noted = record.load_facts(again.run.facts).exercises["02_data_prep"]["labels"]
     assert (noted.right, noted.tries) == (True, 3)
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+def solve_all(home: Path, run: str, stems: Sequence[str]) -> None:
+    """Note every exercise of these lessons as solved in a run."""
+    for stem in stems:
+        for check in exercises.OF_LESSON[stem]:
+            record.note_exercise(home / run / "facts.json", stem, check.__name__, right=True)
+
+
+def judged(home: Path, run: str) -> None:
+    """A run with the verdict of lesson 04."""
+    scores = {"exact_match": {"base": {"mean": 0.0}, "merged": {"mean": 0.975}}}
+    evaluation = {"evaluation": {"verdict": "helped", "scores": scores}}
+    record.update(home / run / "facts.json", {"model": "tiny"}, "04_merge", evaluation)
+
+
+def test_progress_adds_up_over_all_runs_and_ends_in_a_certificate(home: Path) -> None:
+    (home / "first").mkdir(parents=True)
+    (home / "second").mkdir()
+    begun = CliRunner().invoke(cli.app, ["progress"])
+    assert begun.exit_code == 0
+    assert "labels, mended_rows, own_rows, quiz" in begun.output
+    first, second = lesson.COURSE[:2], lesson.COURSE[2:]
+    solve_all(home, "first", first)
+    partly = CliRunner().invoke(cli.app, ["progress", "--json"])
+    lessons = json.loads(partly.stdout)
+    assert all(lessons[first[0]].values())
+    assert not any(lessons[second[0]].values())
+    assert not (home / progress.CERTIFICATE).exists()
+
+    solve_all(home, "second", second)
+    without_verdict = CliRunner().invoke(cli.app, ["progress"])
+    assert without_verdict.exit_code == 1
+    assert "has a verdict" in without_verdict.output
+    judged(home, "second")
+    done = CliRunner().invoke(cli.app, ["progress", "--name", "Li Lei <b>"])
+    assert done.exit_code == 0, done.output
+    page = (home / progress.CERTIFICATE).read_text(encoding="utf-8")
+    assert "Li Lei &lt;b&gt;" in page
+    assert "0.00 → 0.97" in page or "0.00 → 0.98" in page
+    assert "http" not in page, "it needs no network"
