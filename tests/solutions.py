@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from support import ROOT, python
+
+from nbutils import exercises, record
 
 CODE = re.compile(r"(?s)```python\n(.*?)```")
 
@@ -68,3 +71,19 @@ def solved(source: Path, target: Path) -> Path:
         exercise.solve()
     nbformat.write(notebook, target)
     return target
+
+
+def run_solved(stem: str, home: Path, run: str, *parameters: str | Path, **options: Any) -> str:
+    """Execute the Chinese lesson with its exercises solved: every check must say so. What the cells printed."""
+    lesson = solved(ROOT / "notebooks/zh" / f"{stem}.ipynb", home / f"{stem}.solved.ipynb")
+    executed = home / f"{stem}.executed.ipynb"
+    words = [
+        word for name, value in zip(parameters[::2], parameters[1::2], strict=True) for word in ("-p", name, value)
+    ]
+    python("-m", "papermill", lesson, executed, *words, home=home, **{"timeout": 600, **options})
+    noted = record.load_facts(home / run / "facts.json").exercises.get(stem, {})
+    states = {check.__name__: noted[check.__name__].right for check in exercises.OF_LESSON[stem]}
+    printed = str([cell.get("outputs") for cell in nbformat.read(executed, 4).cells])
+    assert all(states.values()), [states, printed]
+    assert "missing from font" not in printed
+    return printed

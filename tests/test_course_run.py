@@ -11,7 +11,7 @@ import pytest
 from support import ROOT, lesson_facts, python
 from test_contracts import FROZEN, keys, missing
 
-from nbutils import files, former_names, lesson
+from nbutils import exercises, files, former_names, lesson
 
 pytestmark = [pytest.mark.notebook, pytest.mark.serve, pytest.mark.timeout(1200)]
 LESSON_01 = ROOT / "notebooks/01_environment.ipynb"
@@ -43,6 +43,14 @@ def test_the_report_speaks_of_this_run_alone(course_run: Path) -> None:
     report = (course_run / "report.md").read_text(encoding="utf-8")
     assert "hours" not in report, "this machine has no time limit"
     assert "RTX" not in report, "this machine has no GPU"
+
+
+def test_the_lessons_ship_their_exercises_unsolved_and_nothing_fails(course_run: Path) -> None:
+    for stem in lesson.COURSE:
+        executed = (course_run / "notebooks" / f"{stem}.ipynb").read_text(encoding="utf-8")
+        for check in exercises.OF_LESSON[stem]:
+            assert f"[todo] exercise {check.__name__}:" in executed
+        assert f"Exercises: 0 of {len(exercises.OF_LESSON[stem])} solved" in executed
 
 
 def test_the_course_trains_an_adapter_on_4_bit_weights(course_run: Path) -> None:

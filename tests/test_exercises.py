@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 import nbformat
 import pytest
 from click.testing import CliRunner
-from solutions import exercises_of
-from support import ROOT
+from solutions import exercises_of, run_solved
+from support import ROOT, python
 
 from nbutils import cli, exercises, lesson, progress, record
 from nbutils.exercises import Check, Checked
@@ -217,3 +218,22 @@ def test_progress_adds_up_over_all_runs_and_ends_in_a_certificate(home: Path) ->
     assert "Li Lei &lt;b&gt;" in page
     assert "0.00 → 0.97" in page or "0.00 → 0.98" in page
     assert "http" not in page, "it needs no network"
+
+
+# --- the solutions, in the Chinese lessons ----------------------------------------------------------------------------
+
+
+@pytest.mark.notebook
+@pytest.mark.serve
+@pytest.mark.timeout(1200)
+def test_the_solutions_of_the_course_are_right_and_earn_the_certificate(course_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(course_run, tmp_path / "tiny", ignore=shutil.ignore_patterns("checkpoints", "notebooks"))
+    for stem in lesson.COURSE:
+        run_solved(stem, tmp_path, "tiny", "PROFILE", "tiny")
+    told = python("-m", "nbutils", "progress", home=tmp_path)
+    assert str(tmp_path / progress.CERTIFICATE) in told.stdout
+
+
+@pytest.mark.notebook
+def test_the_solutions_of_lesson_99_are_right(tmp_path: Path) -> None:
+    run_solved("99_when_it_breaks", tmp_path, "tiny", "PROFILE", "tiny")
