@@ -73,17 +73,27 @@ def solved(source: Path, target: Path) -> Path:
     return target
 
 
-def run_solved(stem: str, home: Path, run: str, *parameters: str | Path, **options: Any) -> str:
-    """Execute the Chinese lesson with its exercises solved: every check must say so. What the cells printed."""
+def run_solved(stem: str, home: Path, run: str, *parameters: str | Path, redirect: bool = False, **options: Any) -> str:
+    """Execute the Chinese lesson with its exercises solved: every check must say so. What the cells printed.
+
+    `redirect`: papermill writes to its output, which goes to the file.
+    """
     lesson = solved(ROOT / "notebooks/zh" / f"{stem}.ipynb", home / f"{stem}.solved.ipynb")
     executed = home / f"{stem}.executed.ipynb"
-    words = [
-        word for name, value in zip(parameters[::2], parameters[1::2], strict=True) for word in ("-p", name, value)
-    ]
-    python("-m", "papermill", lesson, executed, *words, home=home, **{"timeout": 600, **options})
+    words: list[str | Path] = ["-m", "papermill", lesson]
+    for name, value in zip(parameters[::2], parameters[1::2], strict=True):
+        words += ["-p", name, value]
+    options = {"home": home, "timeout": 600, **options}
+    if redirect:
+        with open(executed, "w", encoding="utf-8") as out:
+            python(*words, stdout=out, **options)
+    else:
+        python(*words[:3], executed, *words[3:], **options)
+    notebook = nbformat.read(executed, 4)
+    assert notebook.metadata.papermill.exception is None
+    printed = str([cell.get("outputs") for cell in notebook.cells])
     noted = record.load_facts(home / run / "facts.json").exercises.get(stem, {})
-    states = {check.__name__: noted[check.__name__].right for check in exercises.OF_LESSON[stem]}
-    printed = str([cell.get("outputs") for cell in nbformat.read(executed, 4).cells])
-    assert all(states.values()), [states, printed]
+    for check in exercises.OF_LESSON[stem]:
+        assert check.__name__ in noted and noted[check.__name__].right, printed
     assert "missing from font" not in printed
     return printed

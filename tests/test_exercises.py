@@ -232,8 +232,3 @@ def test_the_solutions_of_the_course_are_right_and_earn_the_certificate(course_r
         run_solved(stem, tmp_path, "tiny", "PROFILE", "tiny")
     told = python("-m", "nbutils", "progress", home=tmp_path)
     assert str(tmp_path / progress.CERTIFICATE) in told.stdout
-
-
-@pytest.mark.notebook
-def test_the_solutions_of_lesson_99_are_right(tmp_path: Path) -> None:
-    run_solved("99_when_it_breaks", tmp_path, "tiny", "PROFILE", "tiny")

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 import simulate
+from solutions import run_solved
 from support import ROOT, lesson_facts, python, wait_for
 from test_platforms import Site
 
@@ -19,16 +19,13 @@ LESSON_03 = ROOT / "notebooks/03_qlora.ipynb"
 
 
 def test_output_redirected_into_a_notebook_is_the_executed_notebook(tmp_path: Path) -> None:
-    """The Chinese lesson, which no other test runs: it speaks Chinese, and its figures have the characters."""
-    lesson = ROOT / "notebooks/zh/01_environment.ipynb"
-    with open(tmp_path / "out.ipynb", "w") as out:
-        python("-m", "papermill", lesson, home=tmp_path, stdout=out)
-    executed = nbformat.read(tmp_path / "out.ipynb", 4)
-    assert executed.metadata.papermill.exception is None
-    outputs = str([cell.outputs for cell in executed.cells if cell.cell_type == "code"])
-    assert "[待做]" in outputs and "missing from font" not in outputs
+    """The Chinese lesson: it speaks Chinese, its figures have the characters, and its solutions are right."""
+    printed = run_solved("99_when_it_breaks", tmp_path, "tiny", "PROFILE", "tiny", redirect=True)
+    assert "[ OK ] 练习" in printed
+    lesson = ROOT / "notebooks/zh/99_when_it_breaks.ipynb"
     refused = python("-m", "papermill", lesson, tmp_path / "o.ipynb", "-p", "PROFIEL", "x", home=tmp_path, ok=False)
-    assert "没有 PROFIEL 这个参数" in refused.stderr and "允许：PROFILE, MODEL" in refused.stderr
+    assert "没有 PROFIEL 这个参数" in refused.stderr
+    assert "允许：PROFILE, RUN_NAME" in refused.stderr
 
 
 def test_a_hub_model_without_network_is_an_error_not_the_tiny_one(tmp_path: Path) -> None:
