@@ -596,3 +596,19 @@ def test_a_template_that_fails_or_does_not_end_is_refused_at_once(tiny: Any, bef
     tiny.chat_template = before + wrong
     with refused("Row 1: the chat"):
         chat.filter_by_length(tiny, [{"messages": [chat.QUESTION, chat.ANSWER]}], 64)
+
+
+def test_labels_are_the_ids_of_what_is_trained_and_the_first_answer_ends_with_its_stop_token(tokenizer: Any) -> None:
+    messages = [
+        {"role": "user", "content": "one?"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "two?"},
+        {"role": "assistant", "content": "two"},
+    ]
+    filtered = chat.filter_by_length(tokenizer, [{"messages": messages}], 0)
+    [example] = filtered.examples
+    labels = [token for token in example.labels if token != -100]
+    assert tokenizer.decode(labels) == "one<|im_end|>two<|im_end|>"
+    ids, first = example.first_answer()
+    assert tokenizer.decode(ids[first:]) == "one<|im_end|>"
+    assert ids == list(example.ids)[: len(ids)]

@@ -1753,3 +1753,15 @@ def test_a_check_of_files_without_rows_says_so(tmp_path: Path, content: str) -> 
     assert report.card.rows == 0
     assert "There is no row" in str(report)
     assert "held-out" not in str(report)
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [("en", [0, 2, 1, 3]), ("zh", [1, 3, 0, 2])])
+def test_rows_in_the_language_of_the_course_are_shown_first(
+    chosen: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NBUTILS_LANG", chosen)
+    texts = ["Where is it?", "到哪儿了？", "Is it paid?", "付款了吗？"]
+    rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+    ordered = data.own_language_first(rows)
+    assert [rows.index(row) for row in ordered] == expected
+    assert data.row_to_show(rows) is ordered[0]

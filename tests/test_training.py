@@ -1,6 +1,7 @@
 """training, attention, tracking: PEFT's numbers, packed rows kept apart, runs that resume and survive an OOM."""
 
 import copy
+import dataclasses
 import errno
 import fcntl
 import gc
@@ -50,7 +51,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from nbutils import checkpoints, evaluation, files, hardware, lesson, platforms, processes, profiles, tracking
 from nbutils.plan import gpus
 from nbutils.training import model as lora
-from nbutils.training import oom, resume, run, validation
+from nbutils.training import oom, practice, resume, run, validation
 from nbutils.training.oom import StepSettings
 from nbutils.training.sharding import full_weights
 
@@ -1788,3 +1789,22 @@ def test_the_loss_scale_of_float16_goes_on(tmp_path: Path) -> None:
     assert trainer.accelerator.scaler.state_dict() == scale
     assert batch_of(trainer) == (2, 4)
     assert_same(trainer, undisturbed)
+
+
+def test_a_practice_run_is_trained_once_and_its_shuffled_rows_answer_other_questions(tmp_path: Path) -> None:
+    wrong = practice.rows_of(practice.Practice(shuffled=True))
+    right = practice.rows_of(practice.Practice())
+    assert [row["messages"][0] for row in wrong] == [row["messages"][0] for row in right]
+    assert sorted(str(row["messages"][1]) for row in wrong) == sorted(str(row["messages"][1]) for row in right)
+    moved = sum(mine != theirs for mine, theirs in zip(wrong, right, strict=True))
+    assert moved > 0.9 * len(right)
+
+    short = practice.Practice(rows=4, steps=2, batch_size=2)
+    first = practice.train(short, tmp_path / "run/practice/short")
+    assert [step for step, _ in first.history["validation"]] == [0, 1, 2]
+    assert first.best[0] == 2
+    written = (first.adapter / "adapter_model.safetensors").stat().st_mtime_ns
+    again = practice.train(short, tmp_path / "run/practice/short")
+    assert (again.adapter / "adapter_model.safetensors").stat().st_mtime_ns == written
+    longer = practice.train(dataclasses.replace(short, steps=3), tmp_path / "run/practice/short")
+    assert longer.history["validation"][-1][0] == 3
