@@ -100,7 +100,7 @@ def halved_parts(answer: Sequence[str], whole: Mapping[str, float], half: Mappin
         if half[part] == whole[part]:
             return wrong(tr("{part}: {size:.2f} GiB both times", part=part, size=whole[part]))
     missing = sum(half[part] < whole[part] for part in whole if part not in answer)
-    return Checked(not missing, tr("what you named shrinks; of the other parts {count} do", count=missing))
+    return Checked(not missing, tr("what you named shrinks; other parts that do, too: {count}", count=missing))
 
 
 def longest_rows(answer: int, fits: Callable[[int], bool], step: int) -> Checked:

@@ -62,8 +62,8 @@ CASES = [
         ),
         ["logits", "activations"],
         [
-            (["activations"], "of the other parts 1 do"),
-            ([], "of the other parts 2 do"),
+            (["activations"], "do, too: 1"),
+            ([], "do, too: 2"),
             (["activations", "logits", "weights"], "weights: 5.17 GiB both times"),
             (["activation"], "expected one of: weights, adapters, activations, logits"),
         ],
