@@ -180,7 +180,7 @@ def plot_panels(panels: Mapping[str, Mapping[str, Losses | None]], path: Path | 
             if curve:
                 steps, losses = zip(*curve, strict=True)
                 axes.plot(steps, losses, marker=".", label=label)
-        axes.set_ylim(bottom=0)
+        axes.axhline(0, color="lightgrey")
         axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
     show_figure(figure, path)

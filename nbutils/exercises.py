@@ -1,7 +1,7 @@
 """The checks of the exercises: each compares a learner's own values with the right ones, and says how far off and why.
 
 A check is a pure function of the answer and of what it is checked against; it prints nothing and stores nothing.
-`Lesson.check` shows what it says, and notes it in facts.json. What is said of each choice of a quiz is in quiz.yaml.
+`Lesson.check` shows what it says, and notes it in facts.json. What is said of each choice is in quiz.yaml.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def near(answer: Any, expected: float, within: float, mistakes: Mistakes | None 
 
 def heat(number: float, expected: float) -> str:
     """How near a number is to the expected one: hot, warm or cold."""
-    if not number > 0:  # so is what is not a number
+    if not (number > 0 and expected):  # nor is it for what is not a number
         return tr("cold")
     times = max(number / expected, expected / number)
     if times <= HOT:
@@ -75,7 +76,7 @@ def heat(number: float, expected: float) -> str:
 
 @cache
 def quizzes() -> dict[str, dict[str, Any]]:
-    """For each lesson the right choice, and what is said of each."""
+    """For each lesson, and for each curve and message of lesson 99: the right choice, and what is said of each."""
     return dict(read_yaml(Path(__file__).with_name("quiz.yaml")))
 
 
@@ -89,6 +90,27 @@ def quiz(answer: str, stem: str) -> Checked:
 
 
 # --- 01: the machine --------------------------------------------------------------------------------------------------
+
+
+def halved_parts(answer: Sequence[str], whole: Mapping[str, float], half: Mapping[str, float]) -> Checked:
+    """Lesson 01: the parts of the memory that are smaller in `half`, where rows have half as many tokens."""
+    for part in answer:
+        if part not in whole:
+            return wrong(tr("saw {answer!r}, expected one of: {choices}", answer=part, choices=", ".join(whole)))
+        if half[part] == whole[part]:
+            return wrong(tr("{part}: {size:.2f} GiB both times", part=part, size=whole[part]))
+    missing = sum(half[part] < whole[part] for part in whole if part not in answer)
+    if missing:
+        return wrong(tr("what you named shrinks, and so do {count} parts more", count=missing))
+    return right(tr("these parts shrink, and no others"))
+
+
+def longest_rows(answer: int, fits: Callable[[int], bool], step: int) -> Checked:
+    """Lesson 01: the largest multiple of `step` tokens that rows may have for the training to fit."""
+    if answer % step:
+        return wrong(tr("a multiple of {step} is expected", step=step))
+    longest = next(length for length in count(0, step) if not fits(length + step))
+    return near(answer, longest, 0)
 
 
 # --- 02: the data -----------------------------------------------------------------------------------------------------
@@ -207,8 +229,27 @@ def _form_of(answer: str) -> str:
 # --- 99: what went wrong ----------------------------------------------------------------------------------------------
 
 
+def named_curves(answer: Sequence[str]) -> Checked:
+    """Lesson 99: what is wrong with each training that is drawn."""
+    return _all_right(answer, ["curve 1", "curve 2", "curve 3"])
+
+
+def named_causes(answer: Sequence[str]) -> Checked:
+    """Lesson 99: the cause of each error message, by its letter."""
+    return _all_right(answer, ["message 1", "message 2", "message 3"])
+
+
+def _all_right(answer: Sequence[str], names: Sequence[str]) -> Checked:
+    """What quiz.yaml says of the first wrong one of several choices; if there is none, of the last."""
+    for choice, name in zip(answer, names, strict=True):
+        checked = quiz(choice, name)
+        if not checked.right:
+            break
+    return checked
+
+
 OF_LESSON: Mapping[str, Sequence[Check]] = {
-    "01_environment": (quiz,),
+    "01_environment": (halved_parts, longest_rows, quiz),
     "02_data_prep": (labels, mended_rows, own_rows, quiz),
     "03_qlora": (quiz,),
     "04_merge": (quiz,),
@@ -217,5 +258,5 @@ OF_LESSON: Mapping[str, Sequence[Check]] = {
     "07_from_scratch": (quiz,),
     "08_export": (quiz,),
     "09_benchmark": (quiz,),
-    "99_when_it_breaks": (quiz,),
+    "99_when_it_breaks": (named_curves, named_causes, quiz),
 }

@@ -9,8 +9,9 @@
 # %% [markdown]
 # # 01 · What can this machine do?
 #
-# Fine-tuning often fails before it starts: a GPU that torch has no kernels for, a full disk, a folder that is deleted with the
-# machine. This lesson checks all of that first, and asks a model its first question.
+# *Fine-tuning* means: a model that can already read and write is trained a little further, on examples of your own. It often fails
+# before it starts: a GPU that torch has no kernels for, a full disk, a folder that is deleted with the machine. This lesson checks all
+# of that first, asks a model its first question, and shows what fits into a GPU and why.
 #
 # You will have
 #
@@ -19,7 +20,7 @@
 # - a profile: model, precision and batch size for this machine, each value with its reason,
 # - a forecast: what fits on which GPU, how long it trains and what it costs.
 #
-# Takes under a minute and downloads nothing.
+# Takes under a minute and downloads nothing. Each new word is explained where it first appears; `docs/glossary.md` lists them all.
 
 # %% [markdown]
 # The next cell installs the course if it is missing; on Colab, from the repository this notebook was opened from. If it stops, name
@@ -61,6 +62,10 @@ lesson = nbutils.start("01_environment", globals())
 # %% [markdown]
 # ## The GPU
 #
+# A model is made of numbers, its *weights* or *parameters*: a 7B model has about 7 billion of them. How many bits each one takes decides
+# what fits. `float32` has 32. `float16` and `bfloat16` have 16: float16 is finer, but overflows above 65,504; bfloat16 is coarser and
+# reaches as far as float32, so a training in it is more stable.
+#
 # GPUs of compute capability 8.0 and newer can train in bfloat16. A T4 (7.5) trains in float16, even though
 # `torch.cuda.is_bf16_supported()` says yes there. Without a GPU the course trains on the CPU, in float32.
 
@@ -91,7 +96,8 @@ report.require()
 # ## A first question
 #
 # The course comes with a tiny model that was trained on text about one small shop. Its task is to turn a customer's message into a JSON
-# ticket. `apply_chat_template` writes the message the way the model reads it, and `generate` continues the text.
+# ticket. `apply_chat_template` writes the message the way the model reads it, as *tokens*: words, pieces of words and signs, each with a
+# number. `generate` continues the text, one token after the other.
 
 # %%
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -99,7 +105,7 @@ from nbutils import data, files
 
 tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL, trust_remote_code=False)
 model = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype=torch.float32, trust_remote_code=False)
-question, reference = data.stored_rows(files.SAMPLES / "eval.jsonl")[1]["messages"]
+question, reference = data.own_language_first(data.stored_rows(files.SAMPLES / "eval.jsonl"))[1]["messages"]
 inputs = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=True, return_tensors="pt")
 output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
 
@@ -107,22 +113,24 @@ output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
 # The reference is the answer we want. The model does not give it yet; lesson 03 trains it.
 
 # %%
+from nbutils import display
+
 answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-print("question: ", question["content"])
-print("answer:   ", answer)
-print("reference:", reference["content"])
+display.show_table([{"question": question["content"], "answer": answer, "reference": reference["content"]}])
 
 # %% [markdown]
 # ## The profile
 #
 # A profile is a file in `configs/` with about 40 values. These are the ones that matter most, as chosen for this machine.
 # Each name is a keyword argument of a library: `lora` of peft's `LoraConfig`, `sft` of TRL's `SFTConfig`, `from_pretrained` of
-# transformers; `course` is what no library has. Learning rate and rank are yours to change; precision follows from the GPU, which
-# computes `per_device_train_batch_size` rows at a time. Values that depend on your rows are chosen in lesson 03.
+# transformers; `course` is what no library has.
+#
+# `lora` leaves all weights as they are and trains a small *adapter* beside them, about one number for each hundred weights; the *rank*
+# `lora.r` is its size. `qlora` does the same beside weights that are *quantized* to 4 bits: each is rounded to one of 16 values. The
+# *learning rate* says how far one step changes the trained numbers. Learning rate and rank are yours to change; precision follows from the
+# GPU, which computes `per_device_train_batch_size` rows at a time. Values that depend on your rows are chosen in lesson 03.
 
 # %%
-from nbutils import display
-
 names = ["profile", "model", "method", "from_pretrained.dtype", "lora.r", "sft.max_length",
          "sft.per_device_train_batch_size", "sft.learning_rate"]
 display.show_choices(lesson.resolved, only=names)
@@ -130,34 +138,45 @@ display.show_choices(lesson.resolved, only=names)
 # %% [markdown]
 # ## What fits
 #
-# The memory of a training can be added up before anything is downloaded: the weights (4 bits each, plus their scales), the
-# LoRA adapters with their gradients, the optimizer's two moments, the activations that the backward pass needs, the logits
-# of the loss, and a workspace. Only activations, logits and workspace grow with the micro-batch and the length of the rows. Here
-# for 10,000 rows of 300 tokens, on this GPU, or on a rented one if there is none. The dashed line is the limit: a little less than the
-# GPU has, because not all of it can be used.
+# The memory of a training can be added up before anything is downloaded:
+#
+# - *weights*: in 16 bits, or in 4 with their scales (what was rounded is multiplied by these again),
+# - *gradients*: for each trained number, which way to change it so that the error shrinks,
+# - *optimizer*: Adam keeps two averages of past gradients, its moments, for each trained number,
+# - *activations*: what the layers computed on the way forward, and need again on the way back, when the gradients are computed,
+# - *logits*: at each position, a score for every token that could come next,
+# - *workspace*: room for the kernels.
+#
+# Here is one 7B model, trained in four ways on four rows of 1,024 tokens at a time, on this GPU, or on a rented one if there is none. *Full
+# fine-tuning* trains every weight, with 16 bytes for each: 2 for the weight, 2 for its gradient, and 12 for the optimizer, which
+# keeps the two moments and an exact copy in float32. *Gradient checkpointing* keeps only what enters each layer, and computes the other
+# activations a second time: slower, with far less memory. The limit is a little less than the GPU has, because not all of it can be used. The
+# parts stand in the order of the list; those below 0.4 GiB are not drawn, but counted.
 
 # %%
-import matplotlib.pyplot as plt
-from nbutils import plan
+from nbutils import figures, plan
 from nbutils.language import tr
 
 forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
-figure, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
-left = 0
-for part, gib in forecast.parts.items():
-    axes.barh([forecast.gpu.name], gib, left=left, label=f"{tr(part)} {gib:.1f} GiB")
-    left += gib
-axes.axvline(forecast.limit_gib, color="black", linestyle="--", label=f"limit {forecast.limit_gib:.1f} GiB")
-axes.set(title=f"Training {forecast.shape.name}: {left:.1f} GiB of GPU memory", xlabel="GiB")
-figure.legend(ncols=4, loc="outside lower center")
-display.show_figure(figure)
+gpu = forecast.gpu
+asked = {"model": "Qwen2.5-7B", "length": 1024, "micro_batch": 4, "checkpointing": "off"}
+lora = plan.of_options(gpu, {**asked, "method": "lora"})
+qlora = plan.of_options(gpu, {**asked, "method": "qlora"})
+less = plan.of_options(gpu, {**asked, "method": "qlora", "checkpointing": "on"})
+billions = lora.shape.params / 2**30  # GiB of one byte for each weight
+full = {"weights": 2 * billions, "gradients": 2 * billions, "optimizer": 12 * billions, "activations": lora.parts["activations"]}
+ways = {"full fine-tuning": full, "LoRA": lora.parts, "QLoRA": qlora.parts, "QLoRA + checkpointing": less.parts}
+bars = {}
+for name, parts in ways.items():
+    large = {tr(part): gib for part, gib in parts.items() if gib > 0.4}
+    bars[f"{name}  {sum(parts.values()):.0f} GiB"] = large
+figures.bars(bars, f"Training {lora.shape.name} on one {gpu.name}", "GiB", limit=lora.limit_gib)
 
 # %% [markdown]
-# The same rows on six GPUs, each with the model that `PROFILE = "auto"` trains there. Every row is read three times (3 epochs): 9
-# million tokens, which divided by the tokens per second give the time. *limit* is what a training may use of the GPU's memory, *peak*
-# what it uses. Prices are in `configs/gpus.yaml`, which is yours to edit.
-# Only the H200 was measured; the other speeds follow from published numbers. `python -m nbutils plan --help` shows how to ask for
-# your own case.
+# Now 10,000 rows of 300 tokens on six GPUs, each with the model that `PROFILE = "auto"` trains there. Every row is read three times (3
+# *epochs*): 9 million tokens, which divided by the tokens per second give the time. *limit* is what a training may use of the GPU's
+# memory, *peak* what it uses. Prices are in `configs/gpus.yaml`, which is yours to edit. Only the H200 was measured; the other speeds
+# follow from published numbers. `python -m nbutils plan --help` shows how to ask for your own case.
 
 # %%
 gpus = ["T4", "RTX 3090", "RTX 4090", "A100-40GB", "H100", "H200"]
@@ -166,21 +185,87 @@ table = [{name: row[name] for name in columns} for row in plan.fits_table(gpus, 
 display.show_table(table, text=display.aligned(table))
 
 # %% [markdown]
-# ## Exercise
+# ## Exercise: half as long
 #
-# Can a 14B model be trained on this GPU (or, without one, on a 24 GB RTX 4090), with rows of at most 1,024 tokens? Its weights
-# take about 9 GiB: 4 bits for most of them, 16 for the embeddings. The other parts are chosen as small as they have to be (fewer
-# rows at a time, recomputed activations). Put `True` or `False` into `my_guess` and run the cell: it answers only then.
+# Which parts of the memory shrink if the rows have 512 tokens in place of 1,024? Ask `memory_of` twice, compare, and put a list of names into
+# `my_parts`, as in `["weights", "optimizer"]`.
 
-# %%
-my_guess = None
-if my_guess is None:
-    print("[todo] exercise: add up the parts, then set my_guess to True or False")
-else:
-    large, _ = plan.answer(gpu="" if lesson.gpu else "RTX 4090", model="Qwen2.5-14B", length=1024)
-    print(f"[{' OK ' if my_guess == large['fits'] else 'FAIL'}] saw {my_guess}, expected {large['fits']}:",
-          f"{large['peak_vram_gib']:.1f} of {large['limit_gib']:.1f} GiB",
-          *(f"\n  {display.pad(tr(part), 12)} {gib:5.1f} GiB" for part, gib in large["parts"].items()))
+# %% tags=["exercise"]
+from nbutils import exercises
+
+def memory_of(length):
+    answer, _ = plan.answer(gpu="" if lesson.gpu else plan.RENTED, **asked | {"length": length})
+    return {tr(part): round(gib, 2) for part, gib in answer["parts"].items()}
+
+print(memory_of(1024))
+my_parts = None
+lesson.check(exercises.halved_parts, my_parts, memory_of(1024), memory_of(512))
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# long, short = memory_of(1024), memory_of(512)
+# my_parts = [part for part in long if short[part] < long[part]]
+# ```
+#
+# Activations and logits belong to tokens: half as many tokens, about half of the memory. On GPUs older than capability 8.0 the workspace
+# shrinks too, because it holds a mask of tokens by tokens. Weights, adapters and optimizer belong to the model.
+#
+# </details>
+
+# %% [markdown]
+# ## Exercise: the longest rows
+#
+# Up to how many tokens may a row have, in multiples of 256, so that a 14B model can be trained on this GPU (or, without one, on a 24 GB
+# RTX 4090) with QLoRA, one row at a time, without checkpointing? `fits(512)` is True or False. The number you look for fits, and 256
+# more do not; if not even 256 fit, it is 0.
+
+# %% tags=["exercise"]
+def fits(length):
+    answer, _ = plan.answer(gpu="" if lesson.gpu else plan.RENTED, model="Qwen2.5-14B", method="qlora",
+                            length=length, micro_batch=1, checkpointing="off")
+    return answer["fits"]
+
+my_length = None
+lesson.check(exercises.longest_rows, my_length, fits, 256)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_length = 0
+# while fits(my_length + 256):
+#     my_length += 256
+# ```
+#
+# Without a GPU that is 1,792: of the 21 GiB the weights take 9, and each 1,000 tokens of activations take 5 to 6. With
+# `checkpointing="on"` the same GPU trains rows about ten times as long.
+#
+# </details>
+
+# %% [markdown]
+# ## Question
+#
+# A training of your own runs out of GPU memory. What do you change first, so that the result stays the same? Put `"a"`, `"b"` or
+# `"c"` into `my_choice`.
+#
+# - **a**: a lower LoRA rank
+# - **b**: fewer rows at a time, and as many more times before each step (`gradient_accumulation_steps`)
+# - **c**: a smaller `max_length`
+
+# %% tags=["exercise"]
+my_choice = None
+lesson.check(exercises.quiz, my_choice, lesson.stem)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_choice = "b"
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## You now have
@@ -189,9 +274,6 @@ else:
 # - a first answer from the bundled model, before any training,
 # - a profile: model, precision and batch size for this machine, each value with its reason,
 # - a forecast: what fits on which GPU, how long it trains and what it costs.
-#
-# Two questions to take along: which part of the memory would shrink if the rows were half as long? Which value of the profile
-# would you change first if the loss hardly fell?
 
 # %%
 planned = f"{forecast.shape.name} on {forecast.gpu.name}: {forecast.peak_gib:.1f} GiB"

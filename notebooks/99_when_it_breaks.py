@@ -63,10 +63,12 @@ lesson = nbutils.start("99_when_it_breaks", globals())
 # none of them names itself in its message.
 
 # %%
-from nbutils import doctor
+from nbutils import display, doctor
+from nbutils.language import tr
 
 report = doctor.examine()
-print(report.text())
+checks = [{"result": check.status, "what": tr(check.name), "seen": check.seen, "what to do": check.todo} for check in report.checks]
+display.show_table(checks, text=report.text())
 
 # %% [markdown]
 # ## The error message
@@ -98,21 +100,25 @@ diagnose.show(diagnose.explain(ERROR or message))
 # %% [markdown]
 # ## The training
 #
-# A training can also fail without any error. Four trainings of a real model were measured for this course: one healthy, one
-# with a learning rate far too low, one far too high, and one that saw 32 rows 25 times.
+# A training can also fail without any error. The *training loss* says how badly the model predicts the rows it learns from, and the
+# *validation loss* how badly it predicts rows it does not learn from. Four trainings of a real model were measured for this course: one
+# healthy, one with a learning rate far too low, one far too high, and one that saw 32 rows 25 times.
 
 # %%
-from nbutils import display
-
 display.plot_loss_examples()
 
 # %% [markdown]
-# `examine` tells them apart by their numbers: where the training loss began and ended, and whether the validation loss rose
-# again after its best step. It gives each fault a short name; a training may have several.
+# `examine` tells them apart by their numbers, and gives each fault a name; a training may have several. `flat`: the training loss hardly
+# falls. `diverging`: it rises. `overfitting`: it falls, but the validation loss rises again after its best step. `never_better`: the
+# validation loss was lowest before the first step.
 
 # %%
+table = []
 for name, curve in files.read_json(display.CURVES).items():
-    print(name, "->", *diagnose.examine(diagnose.Trained(curve["train"], curve["validation"])) or ["nothing wrong"])
+    found = diagnose.examine(diagnose.Trained(curve["train"], curve["validation"]))
+    seen = "; ".join(finding.symptom for finding in found.values())
+    table.append({"training": tr(name.replace("_", " ")), "found": ", ".join(found) or "healthy", "seen": seen or "both losses fall"})
+display.show_table(table)
 
 # %% [markdown]
 # Now your run. Beside its curves the check reads what lessons 02 to 04 measured: rows that were left out, steps that were
@@ -126,30 +132,115 @@ diagnose.show(findings)
 # %% [markdown]
 # ## The rows
 #
-# Bad answers often come from bad rows. The check of lesson 02 on a file of broken ones shows what it reports:
-# file, line, field and reason. `python -m nbutils data check FILE` does the same with yours.
+# Bad answers often come from bad rows. Here is the check of lesson 02 on its file of broken ones; the table has the last eight.
+# Lesson 02 looked at one row at a time and found 26 that cannot be used; this check sees the whole file, and finds 27: the last line is
+# the first one again. `python -m nbutils data check FILE` does the same with yours.
 
 # %%
 from nbutils.data.check import check
 
-print(check([str(files.SAMPLES / "broken_rows.jsonl")]))
+checked = check([str(files.SAMPLES / "broken_rows.jsonl")])
+table = []
+for problem in checked.card.problems[-8:]:
+    kind = tr(problem.kind).replace("_", " ")
+    table.append({"line": problem.line, "where": problem.field, "what is wrong": kind, "seen": problem.seen, "what to do": problem.todo})
+display.show_table(table, text=str(checked))
+print(f"{checked.card.rows} rows, {checked.card.rejected} of them cannot be used")
 
 # %% [markdown]
-# ## Exercise
+# ## Exercise: three curves
 #
-# This is the loss of a training with 60 steps. What is wrong with it? Put one of `"healthy"`, `"flat"`, `"diverging"` and
-# `"overfitting"` into `my_guess` and run the cell.
+# Three trainings of 60 steps. Name each by one of `"healthy"`, `"flat"`, `"diverging"` and `"overfitting"`, and put the three words into
+# `my_names`, as in `["flat", "flat", "healthy"]`. Look at the numbers on the left, too.
 
-# %%
-my_guess = None
-train = [(step, 2.0 * 0.93**step) for step in range(1, 61)]
-validation = [(step, 1.2 + abs(step - 20) / 60) for step in range(0, 61, 5)]
-display.plot_losses({"train": train, "validation": validation})
-found = next(iter(diagnose.examine(diagnose.Trained(train, validation))), "healthy")
-if my_guess is None:
-    print("[todo] exercise: look where the validation loss is lowest, then set my_guess to one of the four words")
-else:
-    print(f"[{' OK ' if my_guess == found else 'FAIL'}] saw {my_guess}, expected {found}")
+# %% tags=["exercise"]
+from nbutils import exercises
+
+steps = range(0, 61, 3)
+panels = {
+    "curve 1": {"training": [(step, 0.5 + 1.7 * 0.92**step) for step in steps],
+                "validation": [(step, 0.65 + 1.6 * 0.92**step) for step in steps]},
+    "curve 2": {"training": [(step, 0.1 + 2.0 * 0.93**step) for step in steps],
+                "validation": [(step, 0.8 + 1.4 * 0.85**step + 0.012 * step) for step in steps]},
+    "curve 3": {"training": [(step, 2.2 - 0.001 * step + 0.03 * (-1) ** step) for step in steps],
+                "validation": [(step, 2.3 - 0.001 * step) for step in steps]},
+}
+display.plot_panels(panels)
+my_names = None
+lesson.check(exercises.named_curves, my_names)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_names = ["healthy", "overfitting", "flat"]
+# ```
+#
+# Curve 1 falls twice, and stays down. In curve 2 the validation loss is lowest at step 18; from there on the model learns its rows by
+# heart. Curve 3 has lost 3 % in 60 steps.
+#
+# </details>
+
+# %% [markdown]
+# ## Exercise: three messages
+#
+# Which cause has each message? Put three letters into `my_causes`, as in `["d", "d", "b"]`. One of the four is not needed.
+#
+# - **a**: the GPU's memory is full
+# - **b**: the machine's memory (RAM) is full, and the system ended the process
+# - **c**: a token has a number that the model does not know: the tokenizer belongs to another model
+# - **d**: the model is not on this machine, and its hub cannot be reached
+
+# %% tags=["exercise"]
+messages = [
+    """Traceback (most recent call last):
+  File "train.py", line 41, in <module>
+    trainer.train()
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.32 GiB. GPU 0 has a total capacity of 14.56 GiB of which 1.02 GiB is free.""",
+    """Indexing.cu:1553: indexSelectSmallIndex: Assertion `srcIndex < srcSelectDimSize` failed.
+torch.AcceleratorError: CUDA error: device-side assert triggered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.""",
+    """  File "train.py", line 12, in <module>
+    tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen3-4B-Instruct-2507")
+OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them in the cached files.""",
+]
+print(*messages, sep="\n\n")
+my_causes = None
+lesson.check(exercises.named_causes, my_causes)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_causes = ["a", "c", "d"]
+# ```
+#
+# The second one is the message of the tiny model above, as a GPU words it: `srcIndex` is the number of the token, `srcSelectDimSize` the size
+# of the vocabulary. `diagnose.show(diagnose.explain(messages[0]))` says what to do about the first.
+#
+# </details>
+
+# %% [markdown]
+# ## Question
+#
+# Both losses look healthy, and the answers are bad all the same. Where do you look first? Put `"a"`, `"b"` or `"c"` into `my_choice`.
+#
+# - **a**: at the learning rate
+# - **b**: at the rows the model was trained on
+# - **c**: at the GPU
+
+# %% tags=["exercise"]
+my_choice = None
+lesson.check(exercises.quiz, my_choice, lesson.stem)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_choice = "b"
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## You now have
@@ -159,9 +250,7 @@ else:
 # - what the loss curve of a training says about it.
 #
 # `docs/faq.md` lists every symptom that this course recognises. If none of this helped: run `python -m nbutils doctor --json`, and
-# ask with its output and the whole error message. Secrets are
-# masked in both. Two questions to take along: which of the findings would you have seen before the training began? Which one
-# costs the most money if nobody looks?
+# ask with its output and the whole error message. Secrets are masked in both.
 
 # %%
 lesson.finish(report, findings=", ".join(findings) or "none")

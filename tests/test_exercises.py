@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import nbformat
 import pytest
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 from solutions import exercises_of, run_solved
 from support import ROOT, python
 
-from nbutils import cli, exercises, lesson, progress, record
+from nbutils import cli, diagnose, exercises, lesson, progress, record
 from nbutils.exercises import Check, Checked
 
 
@@ -55,6 +56,34 @@ OWN = [
 ]
 
 CASES = [
+    # --- 01
+    Cases(
+        exercises.halved_parts,
+        (
+            {"weights": 5.17, "adapters": 0.3, "activations": 13.23, "logits": 0.06},
+            {"weights": 5.17, "adapters": 0.3, "activations": 6.68, "logits": 0.0},
+        ),
+        ["logits", "activations"],
+        [
+            (["activations"], "do, too: 1"),
+            ([], "do, too: 2"),
+            (["activations", "logits", "weights"], "weights: 5.17 GiB both times"),
+            (["activation"], "expected one of: weights, adapters, activations, logits"),
+        ],
+    ),
+    Cases(
+        exercises.longest_rows,
+        (lambda length: length <= 2000, 256),
+        1792,
+        [
+            (2048, "hot: saw 2,048, expected less"),
+            (1024, "warm: saw 1,024, expected more"),
+            (256, "cold: saw 256, expected more"),
+            (0, "cold: saw 0, expected more"),
+            (8192, "cold: saw 8,192, expected less"),
+            (2000, "a multiple of 256"),
+        ],
+    ),
     # --- 02
     Cases(
         exercises.labels,
@@ -90,6 +119,32 @@ CASES = [
             ([{"question": "How many?", "answer": f"About {number} of them"} for number in range(3)], "same question"),
             ([*OWN[:2], {"question": "Where?", "answer": '{"city": "Wuxi"}'}], "more than one form"),
             ([*OWN[:2], {"question": "Where?", "answer": ""}], "row 3: "),
+        ],
+    ),
+    # --- 99
+    Cases(
+        exercises.named_curves,
+        (),
+        ["healthy", "overfitting", "flat"],
+        [
+            (["overfitting", "overfitting", "flat"], "curve 1: the validation loss lies above"),
+            (["flat", "flat", "flat"], "curve 1: flat means"),
+            (["healthy", "healthy", "flat"], "curve 2: the training loss falls"),
+            (["healthy", "overfitting", "healthy"], "curve 3: nothing rises here"),
+            (["healthy", "overfitting", "diverging"], "curve 3: diverging means"),
+            (["good", "overfitting", "flat"], "saw 'good', expected one of: healthy, flat, diverging, overfitting"),
+        ],
+    ),
+    Cases(
+        exercises.named_causes,
+        (),
+        ["a", "c", "d"],
+        [
+            (["b", "c", "d"], "message 1: it does speak of memory, but of whose"),
+            (["c", "c", "d"], "message 1: nothing here speaks of a token"),
+            (["a", "a", "d"], "message 2: CUDA is named, but no memory"),
+            (["a", "c", "c"], "message 3: the tokenizer was not even loaded"),
+            (["memory", "c", "d"], "saw 'memory', expected one of: a, b, c, d"),
         ],
     ),
 ]
@@ -131,6 +186,28 @@ def test_a_quiz_has_one_right_choice_and_tells_something_of_each(stem: str) -> N
     assert not exercises.quiz("d", stem).right
 
 
+def test_where_not_even_one_step_fits_the_longest_rows_have_no_tokens() -> None:
+    assert exercises.longest_rows(0, lambda _: False, 256).right
+    assert "cold: saw 256, expected less" in exercises.longest_rows(256, lambda _: False, 256).text
+
+
+@pytest.mark.parametrize("edition", ["", "zh"])
+def test_the_course_names_the_curves_and_messages_of_lesson_99_like_its_solutions(edition: str) -> None:
+    notebook = nbformat.read(ROOT / "notebooks" / edition / "99_when_it_breaks.ipynb", 4)
+    curves, causes, _ = exercises_of(notebook)
+    names = {"display": Mock(), "lesson": Mock()}
+    for exercise in (curves, causes):
+        exercise.solve()
+        exec(exercise.cell.source, names)
+    drawn = [diagnose.Trained(*losses.values()) for losses in names["panels"].values()]
+    assert [next(iter(diagnose.examine(run)), "healthy") for run in drawn] == names["my_names"]
+    meant = {"a": "gpu_out_of_memory", "c": "token_out_of_range", "d": "no_network"}
+    assert [list(diagnose.explain(message)) for message in names["messages"]] == [
+        [meant[letter]] for letter in names["my_causes"]
+    ]
+    assert exercises.named_curves(names["my_names"]).right and exercises.named_causes(names["my_causes"]).right
+
+
 # --- the lessons ------------------------------------------------------------------------------------------------------
 
 
@@ -158,13 +235,14 @@ def started(home: Path) -> Callable[[], lesson.Lesson]:
 
 
 def test_an_answer_is_told_and_kept_and_stays_solved(started: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    given = CASES[0].given
+    [labels] = [case for case in CASES if case.check is exercises.labels]
+    given = labels.given
     running = started()
     running.check(exercises.labels, None, *given)
     assert "[todo] exercise labels" in capsys.readouterr().out
     running.check(exercises.labels, [1], *given)
     assert "[ no ] exercise labels" in capsys.readouterr().out
-    running.check(exercises.labels, CASES[0].solved, *given)
+    running.check(exercises.labels, labels.solved, *given)
     assert "[ OK ] exercise labels" in capsys.readouterr().out
     running.check(exercises.labels, "what?", *given)
     assert "saw 'what?', which cannot be checked" in capsys.readouterr().out

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 01 · 这台机器能做什么？
 #
-# 微调常常还没开始就失败了：torch 不支持这块 GPU，磁盘满了，结果存进了会和机器一起删掉的目录。这一课先把这些都查一遍，再问模型第一个问题。
+# *微调*（fine-tuning）就是拿一个已经会读会写的模型，用你自己的样本再训练一小段。微调常常还没开始就失败了：torch 不支持这块 GPU，磁盘满了，结果存进了会和机器一起删掉的目录。这一课先把这些都查一遍，再问模型第一个问题，然后看一块 GPU 放得下什么，为什么。
 #
 # 学完这一课，你会得到
 #
@@ -18,7 +18,7 @@
 # - 适合这台机器的配置（profile）：模型、精度、批大小，每个值都写明理由；
 # - 一份预估：哪块 GPU 放得下什么模型，训练多久，花多少钱。
 #
-# 用时不到一分钟，不下载任何东西。
+# 用时不到一分钟，不下载任何东西。每个术语第一次出现时都有解释，`docs/zh/glossary.md` 里有全部术语。
 
 # %% [markdown]
 # 先选定语言：课程打印的文字和报错都用中文。英文版是 `notebooks/` 里同名的 notebook。
@@ -64,6 +64,8 @@ lesson = nbutils.start("01_environment", globals())
 # %% [markdown]
 # ## GPU
 #
+# 模型由许多数字组成，叫*权重*或*参数*：7B 模型大约有 70 亿个。每个数字占多少 bit，决定了放不放得下。`float32` 占 32 bit，`float16` 和 `bfloat16` 都占 16 bit：float16 更精细，但超过 65,504 就会溢出；bfloat16 粗一些，取值范围和 float32 一样大，所以训练更稳定。
+#
 # 计算能力 8.0 及以上的 GPU 可以用 bfloat16 训练。T4（7.5）用 float16，虽然 `torch.cuda.is_bf16_supported()` 在 T4 上也返回 `True`。没有 GPU 时，课程在 CPU 上用 float32 训练。
 
 # %%
@@ -90,7 +92,7 @@ report.require()
 # %% [markdown]
 # ## 第一个问题
 #
-# 课程自带一个很小的模型，训练文本都和一家小店有关，任务是把顾客的留言变成 JSON 工单。`apply_chat_template` 把留言写成模型要读的格式，`generate` 接着往下写。
+# 课程自带一个很小的模型，训练文本都和一家小店有关，任务是把顾客的留言变成 JSON 工单。`apply_chat_template` 把留言写成模型要读的格式，再切成 *token*：词、词的一部分、符号，每个 token 有一个编号。`generate` 接着往下写，一次一个 token。
 
 # %%
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -98,7 +100,7 @@ from nbutils import data, files
 
 tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL, trust_remote_code=False)
 model = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype=torch.float32, trust_remote_code=False)
-question, reference = data.stored_rows(files.SAMPLES / "eval.jsonl")[1]["messages"]
+question, reference = data.own_language_first(data.stored_rows(files.SAMPLES / "eval.jsonl"))[1]["messages"]
 inputs = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=True, return_tensors="pt")
 output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
 
@@ -106,19 +108,19 @@ output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
 # 参考答案就是我们想要的回答。模型现在还答不出来，第 03 课再训练。
 
 # %%
+from nbutils import display
+
 answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-print("问题    ", question["content"])
-print("回答    ", answer)
-print("参考答案", reference["content"])
+display.show_table([{"问题": question["content"], "回答": answer, "参考答案": reference["content"]}])
 
 # %% [markdown]
 # ## 配置
 #
-# 配置（profile）是 `configs/` 里的一个文件，大约有 40 个值。下面是最要紧的几个，已经按这台机器选好。每个名称都是某个库的参数：`lora` 是 peft 的 `LoraConfig`，`sft` 是 TRL 的 `SFTConfig`，`from_pretrained` 是 transformers 的；`course` 是没有哪个库有的。学习率和 LoRA 的秩（rank）可以按需调整；精度由 GPU 决定，一次算 `per_device_train_batch_size` 条样本。取决于样本的值在第 03 课选定。
+# 配置（profile）是 `configs/` 里的一个文件，大约有 40 个值。下面是最要紧的几个，已经按这台机器选好。每个名称都是某个库的参数：`lora` 是 peft 的 `LoraConfig`，`sft` 是 TRL 的 `SFTConfig`，`from_pretrained` 是 transformers 的；`course` 是没有哪个库有的。
+#
+# `lora` 不改动原有的权重，只在旁边训练一个小小的*适配器*（adapter），参数量约为模型的百分之一；*秩*（rank）`lora.r` 决定它的大小。`qlora` 也训练适配器，但基座权重先*量化*成 4 bit：每个权重取 16 个值里最接近的一个。*学习率*（learning rate）决定每一步把参数改动多少。学习率和 LoRA 的秩可以按需调整；精度由 GPU 决定，一次算 `per_device_train_batch_size` 条样本。取决于样本的值在第 03 课选定。
 
 # %%
-from nbutils import display
-
 names = ["profile", "model", "method", "from_pretrained.dtype", "lora.r", "sft.max_length",
          "sft.per_device_train_batch_size", "sft.learning_rate"]
 display.show_choices(lesson.resolved, only=names)
@@ -126,26 +128,38 @@ display.show_choices(lesson.resolved, only=names)
 # %% [markdown]
 # ## 放得下吗？
 #
-# 训练要用多少显存，下载之前就能算出来，把这几部分加起来：权重（每个 4 bit，另加量化常数）、LoRA 适配器和它的梯度、Adam 的优化器状态（一阶矩和二阶矩）、反向传播要用的激活值、计算损失时的 logits，还有一块工作区。只有激活值、logits 和工作区会随 micro-batch 和样本长度变大。下面按 10,000 条、每条 300 个 token 来算，用的是这台机器的 GPU；没有 GPU 就按一块租来的算。图里的虚线是上限：比显存略小，因为显存不能全部用掉。
+# 训练要用多少显存，下载之前就能算出来，把这几部分加起来：
+#
+# - *权重*：16 bit，或者 4 bit 另加量化常数（还原权重时要乘上它）；
+# - *梯度*：每个要训练的参数往哪个方向改，误差才会变小；
+# - *优化器*：Adam 给每个要训练的参数记两个平均值，即一阶矩和二阶矩；
+# - *激活值*：各层在前向计算时得到的中间结果，反向传播求梯度时还要用；
+# - *logits*：在每个位置上，给每个可能的下一个 token 打的分；
+# - *工作区*：算子运行时临时占用的显存。
+#
+# 下图是同一个 7B 模型的四种训练方式，每次算 4 条、每条 1,024 个 token 的样本，用的是这台机器的 GPU；没有 GPU 就按一块租来的算。*全参数微调*训练全部权重，每个权重占 16 字节：权重 2 字节，梯度 2 字节，优化器 12 字节（一阶矩、二阶矩，外加一份 float32 的权重副本）。*梯度检查点*（gradient checkpointing）只保存每一层的输入，其余激活值到反向传播时再算一遍：慢一些，显存省很多。图里的虚线是上限：比显存略小，因为显存不能全部用掉。各部分从左到右按上面的顺序排列；不到 0.4 GiB 的不画，但计入总数。
 
 # %%
-import matplotlib.pyplot as plt
-from nbutils import plan
+from nbutils import figures, plan
 from nbutils.language import tr
 
 forecast = plan.example(lesson.resolved, rows=10_000, mean_length=300)
-figure, axes = plt.subplots(figsize=(9, 2.4), layout="constrained")
-left = 0
-for part, gib in forecast.parts.items():
-    axes.barh([forecast.gpu.name], gib, left=left, label=f"{tr(part)} {gib:.1f} GiB")
-    left += gib
-axes.axvline(forecast.limit_gib, color="black", linestyle="--", label=f"上限 {forecast.limit_gib:.1f} GiB")
-axes.set(title=f"训练 {forecast.shape.name}：需要 {left:.1f} GiB 显存", xlabel="GiB")
-figure.legend(ncols=4, loc="outside lower center")
-display.show_figure(figure)
+gpu = forecast.gpu
+asked = {"model": "Qwen2.5-7B", "length": 1024, "micro_batch": 4, "checkpointing": "off"}
+lora = plan.of_options(gpu, {**asked, "method": "lora"})
+qlora = plan.of_options(gpu, {**asked, "method": "qlora"})
+less = plan.of_options(gpu, {**asked, "method": "qlora", "checkpointing": "on"})
+billions = lora.shape.params / 2**30  # 每个权重占 1 字节时的 GiB 数
+full = {"weights": 2 * billions, "gradients": 2 * billions, "optimizer": 12 * billions, "activations": lora.parts["activations"]}
+ways = {"全参数微调": full, "LoRA": lora.parts, "QLoRA": qlora.parts, "QLoRA + 检查点": less.parts}
+bars = {}
+for name, parts in ways.items():
+    large = {tr(part): gib for part, gib in parts.items() if gib > 0.4}
+    bars[f"{name}  {sum(parts.values()):.0f} GiB"] = large
+figures.bars(bars, f"训练 {lora.shape.name}，一块 {gpu.name}", "GiB", limit=lora.limit_gib)
 
 # %% [markdown]
-# 同样的样本放到六种 GPU 上，训练的模型由 `PROFILE = "auto"` 按 GPU 选。每条样本读三遍（3 轮），共 900 万个 token，除以每秒 token 数就是训练时间。“显存上限”是训练可以占用的显存，“显存峰值”是实际会占用的。价格写在 `configs/gpus.yaml` 里，你可以自己改。只有 H200 是实测，其他 GPU 的速度由公开参数推算。想算自己的情况，看 `python -m nbutils plan --help`。
+# 再看 10,000 条、每条 300 个 token 的样本放到六种 GPU 上，训练的模型由 `PROFILE = "auto"` 按 GPU 选。每条样本读三遍（3 *轮*，epoch），共 900 万个 token，除以每秒 token 数就是训练时间。“显存上限”是训练可以占用的显存，“显存峰值”是实际会占用的。价格写在 `configs/gpus.yaml` 里，你可以自己改。只有 H200 是实测，其他 GPU 的速度由公开参数推算。想算自己的情况，看 `python -m nbutils plan --help`。
 
 # %%
 gpus = ["T4", "RTX 3090", "RTX 4090", "A100-40GB", "H100", "H200"]
@@ -154,19 +168,81 @@ table = [{name: row[name] for name in columns} for row in plan.fits_table(gpus, 
 display.show_table(table, text=display.aligned(table))
 
 # %% [markdown]
-# ## 练习
+# ## 练习：样本短一半
 #
-# 这块 GPU（没有的话，就按 24 GB 的 RTX 4090）能训练 14B 模型吗？样本最长 1,024 个 token。权重约占 9 GiB：大部分是 4 bit，embedding 是 16 bit。其他部分按需要缩小（每次少算几条样本，激活值不存，用时重算）。把 `True` 或 `False` 填进 `my_guess` 再运行，填了才给答案。
+# 样本从 1,024 个 token 减到 512 个，显存的哪几部分会变小？分别用两个长度调用 `memory_of`，比较结果，再把名称写成列表填进 `my_parts`，例如 `["权重", "优化器"]`。
 
-# %%
-my_guess = None
-if my_guess is None:
-    print("[待做] 把各部分加起来，再把 True 或 False 填进 my_guess")
-else:
-    large, _ = plan.answer(gpu="" if lesson.gpu else "RTX 4090", model="Qwen2.5-14B", length=1024)
-    print(f"[{' OK ' if my_guess == large['fits'] else '不对'}] 你猜的是 {my_guess}，正确答案是 {large['fits']}：",
-          f"需要 {large['peak_vram_gib']:.1f} GiB，上限 {large['limit_gib']:.1f} GiB",
-          *(f"\n  {display.pad(tr(part), 12)} {gib:5.1f} GiB" for part, gib in large["parts"].items()))
+# %% tags=["exercise"]
+from nbutils import exercises
+
+def memory_of(length):
+    answer, _ = plan.answer(gpu="" if lesson.gpu else plan.RENTED, **asked | {"length": length})
+    return {tr(part): round(gib, 2) for part, gib in answer["parts"].items()}
+
+print(memory_of(1024))
+my_parts = None
+lesson.check(exercises.halved_parts, my_parts, memory_of(1024), memory_of(512))
+
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# ```python
+# long, short = memory_of(1024), memory_of(512)
+# my_parts = [part for part in long if short[part] < long[part]]
+# ```
+#
+# 激活值和 logits 跟着 token 走：token 少一半，占用也大约少一半。计算能力低于 8.0 的 GPU 上，工作区也会变小，因为里面有一个“token 数 × token 数”的掩码。权重、适配器和优化器只跟模型有关。
+#
+# </details>
+
+# %% [markdown]
+# ## 练习：最长的样本
+#
+# 在这块 GPU 上（没有的话，就按 24 GB 的 RTX 4090）用 QLoRA 训练 14B 模型，一次算一条样本，不用检查点：样本最长可以有多少个 token？答案取 256 的倍数。`fits(512)` 返回 True 或 False。要找的那个数放得下，再多 256 就放不下；如果 256 也放不下，答案就是 0。
+
+# %% tags=["exercise"]
+def fits(length):
+    answer, _ = plan.answer(gpu="" if lesson.gpu else plan.RENTED, model="Qwen2.5-14B", method="qlora",
+                            length=length, micro_batch=1, checkpointing="off")
+    return answer["fits"]
+
+my_length = None
+lesson.check(exercises.longest_rows, my_length, fits, 256)
+
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# ```python
+# my_length = 0
+# while fits(my_length + 256):
+#     my_length += 256
+# ```
+#
+# 没有 GPU 时，答案是 1,792：上限 21 GiB 里，权重占 9 GiB，激活值每 1,000 个 token 占 5 到 6 GiB。改用 `checkpointing="on"`，同一块 GPU 上的样本可以长到十倍左右。
+#
+# </details>
+
+# %% [markdown]
+# ## 思考题
+#
+# 你自己的训练显存不够了。先改哪一项，才能让训练结果不变？把 `"a"`、`"b"` 或 `"c"` 填进 `my_choice`。
+#
+# - **a**：降低 LoRA 的秩
+# - **b**：每次少算几条样本，同时把每步累积的次数（`gradient_accumulation_steps`）加大同样的倍数
+# - **c**：减小 `max_length`
+
+# %% tags=["exercise"]
+my_choice = None
+lesson.check(exercises.quiz, my_choice, lesson.stem)
+
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# ```python
+# my_choice = "b"
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## 现在你有了
@@ -175,8 +251,7 @@ else:
 # - 自带的小模型在训练之前给出的第一个回答；
 # - 适合这台机器的配置（profile）：模型、精度、批大小，每个值都写明理由；
 # - 一份预估：哪块 GPU 放得下什么模型，训练多久，花多少钱。
-#
-# 留两个问题给你：样本长度减半，显存的哪一部分会变小？损失几乎不降，你会先改配置里的哪个值？
+
 # %%
 planned = f"{forecast.shape.name} on {forecast.gpu.name}: {forecast.peak_gib:.1f} GiB"
 lesson.finish(report, planned=planned if lesson.gpu else "")  # 没有显卡时，这是租来的显卡的预估，不记录
