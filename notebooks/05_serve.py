@@ -140,9 +140,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 fits = model.is_merged and fit(weights_bytes(model.folder) / files.GIB, lesson.gpu)
 folder = model.folder if fits else files.TINY_MODEL
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-language_model = AutoModelForCausalLM.from_pretrained(
-    folder, dtype=model.dtype, device_map={"": lesson.device}, trust_remote_code=False
-)
+placing = {"dtype": model.dtype, "device_map": {"": lesson.device}}
+language_model = AutoModelForCausalLM.from_pretrained(folder, **placing, trust_remote_code=False)
 question = data.own_language_first(model.questions)[0]
 prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt").to(lesson.device)
 stop_ids = chat.find_stop_ids(tokenizer, language_model.generation_config)
@@ -233,7 +232,7 @@ likeliest = logits.topk(5).indices
 shown = {f"temperature {t}": (logits / t).softmax(-1)[likeliest].tolist() for t in (0.5, 1)}
 tokens = [f"{number}: {tokenizer.decode([i])!r}" for number, i in enumerate(likeliest, 1)]
 parts = {token: {name: values[n] for name, values in shown.items()} for n, token in enumerate(tokens)}
-read = tokenizer.decode(prompt["input_ids"][0, max(0, doubt - 9) : doubt + 1])
+read = tokenizer.decode(prompt["input_ids"][0, max(0, doubt - 9) : doubt + 1]).replace("\n", "⏎")
 figures.bars(parts, f"The next token after … {read}", "probability", stacked=False)
 my_probability = None
 lesson.check(exercises.temperature, my_probability, logits)
@@ -266,8 +265,9 @@ memory = {}
 for name, of_model, size in ((lesson.model_name, shape, number_bytes), ("Qwen2.5-7B", models.find_shape("Qwen2.5-7B"), 2)):
     for users in (1, 32, 256):
         cache_gb = users * 1000 * of_model.cache_bytes(size) / 1e9
-        memory[f"{name}, {users} × 1,000"] = {"weights": of_model.params * size / 1e9, "KV cache": cache_gb}
-figures.bars(memory, "Memory of a server: each token of each request adds to the cache", "GB", limit=24)
+        row = f"{name}, requests: {users}"
+        memory[row] = {"weights": of_model.params * size / 1e9, "KV cache": cache_gb}
+figures.bars(memory, "Memory of a server, 1,000 tokens in each request", "GB", limit=24)
 
 # %% [markdown]
 # ## Exercise: cache bytes
@@ -347,7 +347,7 @@ lesson.check(exercises.many_at_once, my_guess, alone, together)
 # %% [markdown]
 # The picture: a line for each request, from the moment it was sent until its answer was complete. Sent at once, they are computed side by
 # side, and each leaves as soon as its answer ends; another could take its place in the very next step (*continuous batching*). The
-# *latency*, how long one request takes, grows a little; the *throughput*, what all get together in a second, grows a lot.
+# *latency*, how long one request takes, grows; the *throughput*, what all get together in a second, grows far more.
 
 # %%
 figures.timeline({"one by one": one_by_one, "all at once": at_once}, "seconds", "request")

@@ -9,10 +9,11 @@ from typing import Any
 
 import nbformat
 import pytest
+import torch
 from solutions import exercises_of
 from support import ROOT
 
-from nbutils import exercises, lesson, record
+from nbutils import exercises, lesson, models, record
 from nbutils.exercises import Check, Checked
 
 
@@ -87,6 +88,62 @@ CASES = [
             ([{"question": "How many?", "answer": f"About {number} of them"} for number in range(3)], "same question"),
             ([*OWN[:2], {"question": "Where?", "answer": '{"city": "Wuxi"}'}], "more than one form"),
             ([*OWN[:2], {"question": "Where?", "answer": ""}], "row 3: "),
+        ],
+    ),
+    # --- 05
+    Cases(
+        exercises.temperature,
+        (torch.tensor([2.0, 1.0, 0.0]),),
+        0.5064804,
+        [
+            (0.6652410, "that is temperature 1"),
+            (0.8668133, "the logits were multiplied"),
+            (0.3326205, "the probability was divided"),
+            (50.648, "cold"),
+        ],
+    ),
+    Cases(
+        exercises.cache_bytes,
+        (models.find_shape("Qwen2.5-7B"), 2),
+        57_344_000,
+        [
+            (28_672_000, "there are keys and values, and a number has 2 bytes"),
+            (57_344_000 * 7, "those are all query heads"),
+            (57_344_000 * 2, "a number has 2 bytes here"),
+            (57_344_000 / 28, "that is one layer"),
+            (57_344, "cold"),
+            (60_000_000, "hot"),
+        ],
+    ),
+    Cases(
+        exercises.many_at_once,
+        (0.5, 1.5),
+        4,
+        [
+            (32, "nearly one after the other"),
+            (1, "nearly for nothing"),
+            (11, "expected less"),
+        ],
+    ),
+    # --- 09
+    Cases(
+        exercises.highest_concurrency,
+        ({1: 20.0, 8: 25.0, 32: 90.0}, 50.0),
+        8,
+        [
+            (1, "more at a time still fit"),
+            (32, "longer than the limit"),
+        ],
+    ),
+    Cases(
+        exercises.server_gain,
+        ({1: 50.0, 8: 300.0, 32: 600.0},),
+        12.5,
+        [
+            (1 / 12, "the other way round"),
+            (550, "that is the difference"),
+            (12 / 32, "that is what each of them gets"),
+            (6, "warm"),
         ],
     ),
 ]

@@ -127,9 +127,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 fits = model.is_merged and fit(weights_bytes(model.folder) / files.GIB, lesson.gpu)
 folder = model.folder if fits else files.TINY_MODEL
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-language_model = AutoModelForCausalLM.from_pretrained(
-    folder, dtype=model.dtype, device_map={"": lesson.device}, trust_remote_code=False
-)
+placing = {"dtype": model.dtype, "device_map": {"": lesson.device}}
+language_model = AutoModelForCausalLM.from_pretrained(folder, **placing, trust_remote_code=False)
 question = data.own_language_first(model.questions)[0]
 prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt").to(lesson.device)
 stop_ids = chat.find_stop_ids(tokenizer, language_model.generation_config)
@@ -209,7 +208,7 @@ likeliest = logits.topk(5).indices
 shown = {f"温度 {t}": (logits / t).softmax(-1)[likeliest].tolist() for t in (0.5, 1)}
 tokens = [f"{number}: {tokenizer.decode([i])!r}" for number, i in enumerate(likeliest, 1)]
 parts = {token: {name: values[n] for name, values in shown.items()} for n, token in enumerate(tokens)}
-read = tokenizer.decode(prompt["input_ids"][0, max(0, doubt - 9) : doubt + 1])
+read = tokenizer.decode(prompt["input_ids"][0, max(0, doubt - 9) : doubt + 1]).replace("\n", "⏎")
 figures.bars(parts, f"“…{read}”之后的下一个 token", "概率", stacked=False)
 my_probability = None
 lesson.check(exercises.temperature, my_probability, logits)
@@ -239,8 +238,9 @@ memory = {}
 for name, of_model, size in ((lesson.model_name, shape, number_bytes), ("Qwen2.5-7B", models.find_shape("Qwen2.5-7B"), 2)):
     for users in (1, 32, 256):
         cache_gb = users * 1000 * of_model.cache_bytes(size) / 1e9
-        memory[f"{name}, {users} × 1,000"] = {"权重": of_model.params * size / 1e9, "KV cache": cache_gb}
-figures.bars(memory, "服务占用的内存或显存：每个请求的每个 token 都占一份 KV cache", "GB", limit=24)
+        row = f"{name}，请求数：{users}"
+        memory[row] = {"权重": of_model.params * size / 1e9, "KV cache": cache_gb}
+figures.bars(memory, "服务占用的内存或显存，每个请求 1,000 个 token", "GB", limit=24)
 
 # %% [markdown]
 # ## 练习：KV cache 的字节数
@@ -312,7 +312,7 @@ lesson.check(exercises.many_at_once, my_guess, alone, together)
 # </details>
 
 # %% [markdown]
-# 每条线是一个请求，从发出到回答完成。同时发出的请求并排计算，谁先答完谁先离开，空出的位置下一步就能给别的请求（*连续批处理*，continuous batching）。*延迟*（latency，一个请求要多久）略有增加，*吞吐量*（throughput，所有请求合起来每秒处理多少）大大提高。
+# 每条线是一个请求，从发出到回答完成。同时发出的请求并排计算，谁先答完谁先离开，空出的位置下一步就能给别的请求（*连续批处理*，continuous batching）。*延迟*（latency，一个请求要多久）变长了，*吞吐量*（throughput，所有请求合起来每秒处理多少）却提高得更多。
 
 # %%
 figures.timeline({"一个接一个": one_by_one, "32 个同时": at_once}, "秒", "请求")
