@@ -288,12 +288,14 @@ class Benchmark:
 
     def plot(self, path: Path | None = None) -> None:
         """Latency over throughput; a dot is named by its concurrency."""
-        engines: dict[str, dict[str, tuple[float, float]]] = {}
+        engines: dict[str, Any] = {}
         for level in self.levels:
             of_engine = engines.setdefault(level.engine, {})
-            of_engine[str(level.concurrency)] = (level.tokens_per_second, level.latency_ms["p50"])
+            name = str(level.concurrency)
+            of_engine[name] = (level.tokens_per_second, level.latency_ms["p50"])
         title = tr("Requests at a time: more tokens per second, longer answers")
-        figures.dots(engines, title, "tokens/s", tr("answer ms"), "xy", path)
+        answer = tr("answer ms")
+        figures.dots(engines, title, "tokens/s", answer, "xy", path)
 
     def run(self, folder: Path, engines: Sequence[str]) -> None:
         """Measure a model in the named engines, one after the other."""

@@ -206,11 +206,11 @@ def temperature(answer: float, logits: Any) -> Checked:
 def cache_bytes(answer: float, shape: Any, number_bytes: int) -> Checked:
     """Lesson 05: the KV cache of 1,000 tokens."""
     expected = 1000 * shape.cache_bytes(number_bytes)
-    of_all_heads = expected * shape.heads / shape.kv_heads
+    sharing = shape.heads / shape.kv_heads
     mistakes = {
         tr("that is one layer; each keeps its own keys and values"): expected / shape.softmax_layers,
         tr("that is half: there are keys and values, and a number has {n} bytes", n=number_bytes): expected / 2,
-        tr("those are all query heads; several of them share a key and a value"): of_all_heads,
+        tr("those are all query heads; several of them share a key and a value"): expected * sharing,
         tr("a number has {n} bytes here", n=number_bytes): expected * 2,
     }
     return near(answer, expected, 0.01, mistakes)
@@ -239,12 +239,13 @@ def many_at_once(answer: float, alone: float, together: float) -> Checked:
 
 def highest_concurrency(answer: int, times: Mapping[int, float], limit: float) -> Checked:
     """Lesson 09: the most requests at a time of which 90 % take no longer than a limit in milliseconds."""
-    told = tr("with {users} at a time 90 % take up to {time:,.1f} ms", users=answer, time=times[answer])
-    highest = max(users for users, time in times.items() if time <= limit)
-    if answer == highest:
-        return right(told)
-    hint = tr("more at a time still fit") if answer < highest else tr("longer than the limit")
-    return wrong(joined([told, hint], ":"))
+    time = times[answer]
+    if time > limit:
+        return wrong(tr("there 90 % take up to {time:,.1f} ms, longer than the limit", time=time))
+    fitting = [users for users in times if times[users] <= limit]
+    if answer < max(fitting):
+        return wrong(tr("more at a time still fit"))
+    return right(tr("there 90 % take {time:,.1f} ms at most", time=time))
 
 
 def server_gain(answer: float, speeds: Mapping[int, float]) -> Checked:

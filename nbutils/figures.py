@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from nbutils.display import pyplot, show_figure
 from nbutils.language import tr
@@ -81,6 +80,7 @@ def dots(
         axes.plot(across, up, marker=marker, label=label, color=COLORS[number % len(COLORS)])
         for name, place in points.items():
             axes.annotate(name, place, xytext=(5, 5), textcoords="offset points", fontsize=8)
+    pyplot().rcParams["axes.formatter.min_exponent"] = 6  # a log axis says 1000, not 10³
     if "x" in log:
         axes.set_xscale("log")
     if "y" in log:
@@ -127,24 +127,6 @@ def lengths(lengths: Sequence[int], limit: int, path: Path | None = None) -> Non
     axes.set(title=tr("Tokens of a training example"), xlabel=tr("tokens"), ylabel=tr("examples"))
     axes.legend(frameon=False)
     show_figure(figure, path)
-
-
-# --- 05: the server ---------------------------------------------------------------------------------------------------
-
-
-def timeline(groups: Mapping[str, Any], x: str, y: str) -> None:
-    """A line from start to end for each request; those of the second group lie below those of the first.
-
-    Example: figures.timeline({"in turn": [(0, 1), (1, 2)], "at once": [(0, 1.1), (0, 1.2)]}, "seconds", "requests")
-    """
-    figure, axes = pyplot().subplots(figsize=(WIDTH, 4.2), layout="constrained")
-    for number, (label, spans) in enumerate(groups.items()):
-        places = [place + 0.4 * number for place in range(1, len(spans) + 1)]
-        axes.hlines(places, *zip(*spans, strict=True), color=COLORS[number], linewidth=3, label=label)
-    axes.set(xlabel=x, ylabel=y)
-    axes.invert_yaxis()
-    axes.legend(frameon=False)
-    show_figure(figure)
 
 
 def _short(token: str, most: int = 9) -> str:

@@ -350,7 +350,16 @@ lesson.check(exercises.many_at_once, my_guess, alone, together)
 # *latency*, how long one request takes, grows; the *throughput*, what all get together in a second, grows far more.
 
 # %%
-figures.timeline({"one by one": one_by_one, "all at once": at_once}, "seconds", "request")
+from nbutils import display
+
+figure, axes = display.pyplot().subplots(figsize=(figures.WIDTH, 4.2), layout="constrained")
+for shift, label, color, spans in ((0, "one by one", figures.BLUE, one_by_one), (0.4, "all at once", figures.ORANGE, at_once)):
+    starts, ends = zip(*spans, strict=True)
+    axes.hlines([number + shift for number in range(1, 33)], starts, ends, color=color, linewidth=3, label=label)
+axes.set(xlabel="seconds", ylabel="request")
+axes.invert_yaxis()
+axes.legend(frameon=False)
+display.show_figure(figure, lesson.run.logs / "requests.png")
 print(f"1 request: {alone:.2f} s. 32 at once: {together:.2f} s, which is {together / alone:.1f} times as long.")
 
 # %% [markdown]
@@ -363,8 +372,6 @@ print(f"1 request: {alone:.2f} s. 32 at once: {together:.2f} s, which is {togeth
 # tools. Read the first ones yourself.
 
 # %%
-from nbutils import display
-
 same_answers = model.compare_answers(server)
 print(same_answers)
 display.show_table(same_answers.table[:3])

@@ -315,7 +315,16 @@ lesson.check(exercises.many_at_once, my_guess, alone, together)
 # 每条线是一个请求，从发出到回答完成。同时发出的请求并排计算，谁先答完谁先离开，空出的位置下一步就能给别的请求（*连续批处理*，continuous batching）。*延迟*（latency，一个请求要多久）变长了，*吞吐量*（throughput，所有请求合起来每秒处理多少）却提高得更多。
 
 # %%
-figures.timeline({"一个接一个": one_by_one, "32 个同时": at_once}, "秒", "请求")
+from nbutils import display
+
+figure, axes = display.pyplot().subplots(figsize=(figures.WIDTH, 4.2), layout="constrained")
+for shift, label, color, spans in ((0, "一个接一个", figures.BLUE, one_by_one), (0.4, "32 个同时", figures.ORANGE, at_once)):
+    starts, ends = zip(*spans, strict=True)
+    axes.hlines([number + shift for number in range(1, 33)], starts, ends, color=color, linewidth=3, label=label)
+axes.set(xlabel="秒", ylabel="请求")
+axes.invert_yaxis()
+axes.legend(frameon=False)
+display.show_figure(figure, lesson.run.logs / "requests.png")
 print(f"1 个请求：{alone:.2f} 秒。32 个同时发：{together:.2f} 秒，是 {together / alone:.1f} 倍。")
 
 # %% [markdown]
@@ -324,8 +333,6 @@ print(f"1 个请求：{alone:.2f} 秒。32 个同时发：{together:.2f} 秒，�
 # 把验证集的问题全部发给服务，再拿服务的回答和第 04 课里 transformers 的回答比较。提示词的 token 必须相同，不然就是服务用了别的对话模板。用 float32，回答也必须相同。用 16 bit 可以有差别：两个程序的舍入不同，两个 token 概率几乎相等时，选中的可能是另一个。比较的是 token，思考内容也算在内；`transformers serve` 不返回 token，只好比较文本，不比思考内容；数据里带工具时不比较。表里是前几条，自己读一读。
 
 # %%
-from nbutils import display
-
 same_answers = model.compare_answers(server)
 print(same_answers)
 display.show_table(same_answers.table[:3])
