@@ -347,7 +347,8 @@ lesson.check(exercises.many_at_once, my_guess, alone, together)
 # %% [markdown]
 # The picture: a line for each request, from the moment it was sent until its answer was complete. Sent at once, they are computed side by
 # side, and each leaves as soon as its answer ends; another could take its place in the very next step (*continuous batching*). The
-# *latency*, how long one request takes, grows; the *throughput*, what all get together in a second, grows far more.
+# *latency*, how long one request takes, grows; the *throughput*, what all get together in a second, grows far more. (With `transformers
+# serve` on a CPU you see a queue instead.)
 
 # %%
 from nbutils import display

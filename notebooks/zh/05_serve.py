@@ -312,7 +312,7 @@ lesson.check(exercises.many_at_once, my_guess, alone, together)
 # </details>
 
 # %% [markdown]
-# 每条线是一个请求，从发出到回答完成。同时发出的请求并排计算，谁先答完谁先离开，空出的位置下一步就能给别的请求（*连续批处理*，continuous batching）。*延迟*（latency，一个请求要多久）变长了，*吞吐量*（throughput，所有请求合起来每秒处理多少）却提高得更多。
+# 每条线是一个请求，从发出到回答完成。同时发出的请求并排计算，谁先答完谁先离开，空出的位置下一步就能给别的请求（*连续批处理*，continuous batching）。*延迟*（latency，一个请求要多久）变长了，*吞吐量*（throughput，所有请求合起来每秒处理多少）却提高得更多。（在 CPU 上用 `transformers serve`，看到的会是排队。）
 
 # %%
 from nbutils import display
