@@ -21,7 +21,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from nbutils import display, environments, files, hardware, serving
+from nbutils import display, environments, figures, files, hardware, serving
 from nbutils.errors import CourseError, parse_choices
 from nbutils.language import joined, last_lines, tr
 from nbutils.platforms import network
@@ -74,11 +74,11 @@ class Level:
     requests: int
     seconds: float
     tokens_per_second: float
+    latency_ms: Percentiles
     errors: int = 0
     first_error: str = ""
     ttft_ms: Percentiles | None = None
     tpot_ms: Percentiles | None = None
-    latency_ms: Percentiles | None = None
 
 
 def summarize(engine: str, concurrency: int, latencies: Sequence[float], *, tokens: int, seconds: float) -> Level:
@@ -287,14 +287,15 @@ class Benchmark:
         )
 
     def plot(self, path: Path | None = None) -> None:
-        """Tokens a second over the concurrency."""
-        figure, axes = display.pyplot().subplots(figsize=(7, 3.5))
-        for engine, speeds in self.speeds().items():
-            axes.plot(list(speeds), list(speeds.values()), "o-", label=engine)
-        axes.set(xlabel=tr("requests at a time"), ylabel="tokens/s", yscale="log")
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-        axes.legend()
-        display.show_figure(figure, path)
+        """Latency over throughput; a dot is named by its concurrency."""
+        engines: dict[str, Any] = {}
+        for level in self.levels:
+            of_engine = engines.setdefault(level.engine, {})
+            name = str(level.concurrency)
+            of_engine[name] = (level.tokens_per_second, level.latency_ms["p50"])
+        title = tr("Requests at a time: more tokens per second, longer answers")
+        answer = tr("answer ms")
+        figures.dots(engines, title, "tokens/s", answer, "xy", path)
 
     def run(self, folder: Path, engines: Sequence[str]) -> None:
         """Measure a model in the named engines, one after the other."""

@@ -101,7 +101,7 @@ def halved_parts(answer: Sequence[str], whole: Mapping[str, float], half: Mappin
             return wrong(tr("{part}: {size:.2f} GiB both times", part=part, size=whole[part]))
     missing = sum(half[part] < whole[part] for part in whole if part not in answer)
     if missing:
-        return wrong(tr("what you named shrinks, and so do {count} parts more", count=missing))
+        return wrong(tr("what you named shrinks; parts that are missing: {count}", count=missing))
     return right(tr("these parts shrink, and no others"))
 
 
@@ -214,6 +214,39 @@ def _form_of(answer: str) -> str:
 # --- 05: the server ---------------------------------------------------------------------------------------------------
 
 
+def temperature(answer: float, logits: Any) -> Checked:
+    """Lesson 05: the probability of the likeliest token at temperature 2, from the logits of all tokens."""
+    divided, as_they_are, multiplied = [float((logits * by).softmax(-1).max()) for by in (0.5, 1.0, 2.0)]
+    mistakes = {
+        tr("that is temperature 1: the logits were not divided"): as_they_are,
+        tr("the logits were multiplied, which makes the likeliest token likelier"): multiplied,
+        tr("the probability was divided; divide the logits, before the softmax"): as_they_are / 2,
+    }
+    return near(answer, divided, 0.01, mistakes)
+
+
+def cache_bytes(answer: float, shape: Any, number_bytes: int) -> Checked:
+    """Lesson 05: the KV cache of 1,000 tokens."""
+    expected = 1000 * shape.cache_bytes(number_bytes)
+    sharing = shape.heads / shape.kv_heads
+    mistakes = {
+        tr("that is one layer; each keeps its own keys and values"): expected / shape.softmax_layers,
+        tr("that is half: there are keys and values, and a number has {n} bytes", n=number_bytes): expected / 2,
+        tr("those are all query heads; several of them share a key and a value"): expected * sharing,
+        tr("a number has {n} bytes here", n=number_bytes): expected * 2,
+    }
+    return near(answer, expected, 0.01, mistakes)
+
+
+def many_at_once(answer: float, alone: float, together: float) -> Checked:
+    """Lesson 05: a guess, how many times as long as one request 32 take that are sent at once; a factor of 2 counts."""
+    mistakes = {
+        tr("nearly one after the other: is one step for 32 requests as much work as 32 steps?"): 32.0,
+        tr("nearly for nothing: can this server compute all requests in one step?"): 1.0,
+    }
+    return near(answer, together / alone, 0.5, mistakes)
+
+
 # --- 06: several GPUs -------------------------------------------------------------------------------------------------
 
 
@@ -224,6 +257,29 @@ def _form_of(answer: str) -> str:
 
 
 # --- 09: speed --------------------------------------------------------------------------------------------------------
+
+
+def highest_concurrency(answer: int, times: Mapping[int, float], limit: float) -> Checked:
+    """Lesson 09: the most requests at a time of which 90 % take no longer than a limit in milliseconds."""
+    time = times[answer]
+    if time > limit:
+        return wrong(tr("there 90 % take up to {time:,.1f} ms, longer than the limit", time=time))
+    fitting = [users for users in times if times[users] <= limit]
+    if answer < max(fitting):
+        return wrong(tr("more at a time still fit"))
+    return right(tr("there 90 % take {time:,.1f} ms at most", time=time))
+
+
+def server_gain(answer: float, speeds: Mapping[int, float]) -> Checked:
+    """Lesson 09: tokens/s of all requests together at the highest concurrency, by those of one; 10 % off counts."""
+    (_, alone), *_, (users, together) = speeds.items()
+    gain = together / alone
+    mistakes = {
+        tr("the other way round: divide the tokens/s of many by those of one"): 1 / gain,
+        tr("that is the difference; how many times as many are they?"): together - alone,
+        tr("that is what each of them gets; together they get more"): gain / users,
+    }
+    return near(answer, gain, 0.1, mistakes)
 
 
 # --- 99: what went wrong ----------------------------------------------------------------------------------------------
@@ -253,10 +309,10 @@ OF_LESSON: Mapping[str, Sequence[Check]] = {
     "02_data_prep": (labels, mended_rows, own_rows, quiz),
     "03_qlora": (quiz,),
     "04_merge": (quiz,),
-    "05_serve": (quiz,),
+    "05_serve": (temperature, cache_bytes, many_at_once, quiz),
     "06_scale_out": (quiz,),
     "07_from_scratch": (quiz,),
     "08_export": (quiz,),
-    "09_benchmark": (quiz,),
+    "09_benchmark": (highest_concurrency, server_gain, quiz),
     "99_when_it_breaks": (named_curves, named_causes, quiz),
 }

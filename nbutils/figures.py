@@ -80,6 +80,7 @@ def dots(
         axes.plot(across, up, marker=marker, label=label, color=COLORS[number % len(COLORS)])
         for name, place in points.items():
             axes.annotate(name, place, xytext=(5, 5), textcoords="offset points", fontsize=8)
+    pyplot().rcParams["axes.formatter.min_exponent"] = 6  # a log axis says 1000, not 10³
     if "x" in log:
         axes.set_xscale("log")
     if "y" in log:

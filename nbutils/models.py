@@ -189,6 +189,10 @@ class Shape(Strict):
         """The weights of the whole checkpoint."""
         return self.params + self.other_params
 
+    def cache_bytes(self, number_bytes: int) -> int:
+        """The KV cache of one token: a key and a value in every layer with softmax attention."""
+        return 2 * self.softmax_layers * self.kv_heads * self.head_dim * number_bytes
+
     def adapter_params(self, rank: int) -> int:
         """Weights of LoRA adapters on all linear maps: rank x (in + out) for each."""
         return rank * sum(layers * (wide + high) for layers, maps in self.linears for wide, high in maps)

@@ -9,15 +9,16 @@
 # %% [markdown]
 # # 05 · Serve it
 #
-# A model is useful when other programs can ask it. vLLM is a server for language models: it answers many requests at once, through an
-# OpenAI-compatible API, so most clients can already talk to it. It is not the program that trained your model, so this
-# lesson checks that it gives the same answers. Where vLLM cannot run, `transformers serve` takes its place, and the lesson says so.
+# A model is useful when other programs can ask it. A *server* is a program that waits for requests and answers them. vLLM is a server for
+# language models: it computes many requests together, and its *API* (what a program may send, and what comes back) is that of OpenAI, so
+# most programs can already talk to it. It is not the program that trained your model, so this lesson checks that it gives the same
+# answers. Where vLLM cannot run, `transformers serve` takes its place, and the lesson says so.
 #
 # You will have
 #
 # - your model behind an OpenAI-compatible API, in a server process of its own,
 # - a request from Python, from a terminal, and one whose answer arrives word by word,
-# - a measurement of what 32 requests at once cost,
+# - an idea of what happens inside: decoding by hand, temperature, the KV cache, and a picture of 32 requests at once,
 # - proof that the server gives the answers of lesson 04, and a chat with your model.
 #
 # Takes about a minute with the tiny model on 2 cores. The first time, building the serving environment adds some minutes and 3 GB of
@@ -43,8 +44,8 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `FOLDER` is a model folder to serve instead of the merged model of lesson 04, for example an export. `PORT` 0 takes
-# a port that the platform makes public (AutoDL), or else any free port. `QUESTIONS` 0 asks as many held-out questions as lesson 04 did.
+# `FOLDER` is a model folder to serve instead of the merged model of lesson 04, for example an export. A *port* is the number under which
+# programs reach a server on a machine; `PORT` 0 takes one that the platform makes public (AutoDL), or else any free one. `QUESTIONS` 0 asks as many held-out questions as lesson 04 did.
 # `KEEP_RUNNING` leaves the server up at the end, with a chat box; it stops when you close this notebook. `STOP_OTHERS` stops a server
 # that another notebook of this run has started.
 
@@ -74,9 +75,9 @@ serving.stop_leftover_servers(lesson.run.path, STOP_OTHERS)
 # %% [markdown]
 # ## An environment for vLLM
 #
-# vLLM brings its own version of PyTorch. Installed here, it would replace the one you train with. So it gets a virtual environment of
-# its own, which is built once. The server is a separate process, and this notebook only talks to it. vLLM needs a T4 or
-# newer GPU, or a CPU; older GPUs are served by `transformers serve`, and so are hybrid models (Qwen3.5) on a CPU: vLLM computes their
+# vLLM brings its own version of PyTorch. Installed here, it would replace the one you train with. So it gets a *virtual environment* of
+# its own: a folder with a Python and its packages, built once. The server is a separate *process*, a running program with memory of its
+# own, and this notebook only talks to it. vLLM needs a T4 or newer GPU, or a CPU; older GPUs are served by `transformers serve`, and so are hybrid models (Qwen3.5) on a CPU: vLLM computes their
 # Gated DeltaNet layers there in bfloat16 only, and float32 is what gives the answers of lesson 04.
 
 # %%
@@ -121,11 +122,48 @@ print(shlex.join(command))
 print(serving.flags_reason(lesson.gpu, server.flags))
 
 # %% [markdown]
+# ## By hand: how an answer is written
+#
+# Before the server starts, here is what it will do for each request. The model reads the prompt and gives every token of its vocabulary a
+# score, a *logit*. The likeliest token is appended, and the model is asked again, until it writes a stop token. It need not read everything again:
+# attention looks back at a *key* and a *value* of each earlier token, and the *KV cache* keeps these. So from the second step on only one token
+# goes in. `generate` must write the same tokens. (A model that does not fit into this process beside the server's memory is served
+# only; the bundled tiny model, untrained, takes its place in this cell.)
+
+# %%
+import torch
+from nbutils import chat, data, files
+from nbutils.evaluation.placement import fit
+from nbutils.exporting.make import weights_bytes
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+fits = model.is_merged and fit(weights_bytes(model.folder) / files.GIB, lesson.gpu)
+folder = model.folder if fits else files.TINY_MODEL
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+placing = {"dtype": model.dtype, "device_map": {"": lesson.device}}
+language_model = AutoModelForCausalLM.from_pretrained(folder, **placing, trust_remote_code=False)
+question = data.own_language_first(model.questions)[0]
+prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt").to(lesson.device)
+stop_ids = chat.find_stop_ids(tokenizer, language_model.generation_config)
+cache, ids, written = None, prompt["input_ids"], []
+with torch.inference_mode():
+    while len(written) < 64 and not stop_ids & set(written):
+        output = language_model(ids, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values  # the keys and values of all tokens so far
+        ids = output.logits[:, -1:].argmax(-1)  # the likeliest next token; the next step reads only this one
+        written.append(ids.item())
+    library = language_model.generate(**prompt, max_new_tokens=64, do_sample=False, eos_token_id=sorted(stop_ids))
+    prompt_logits = language_model(prompt["input_ids"]).logits[0].float().cpu()  # for the exercise on temperature
+print(tokenizer.decode(written, skip_special_tokens=True))
+print("the same tokens as generate:", written == library[0, prompt["input_ids"].shape[1] :].tolist())
+del language_model, output, cache  # the server needs the memory
+
+# %% [markdown]
 # ## Start
 #
-# The command is run with two additions: the server listens on this machine only, and every client of vLLM must send an API key
-# (`transformers serve` asks for none). The server imports its libraries, loads the weights, and reserves memory for the KV cache. Then it
-# answers. It stops when you stop it, and when this notebook's kernel ends.
+# The command is run with two additions: the server listens on this machine only, and every client of vLLM must send an *API key*, a
+# password for programs (`transformers serve` asks for none). The server imports its libraries, loads the weights, and reserves memory for
+# the KV cache. Then it answers. It stops when you stop it, and when this notebook's kernel ends.
 
 # %%
 startup_seconds = server.start().wait()
@@ -134,8 +172,8 @@ print(serving.public_address(lesson.platform, server.port))
 # %% [markdown]
 # ## One request
 #
-# A client needs three things: an address, the name of the model, and messages. `temperature=0` always takes the likeliest token. Both
-# servers can give the thoughts of a model that thinks first apart from its answer: vLLM in `message.reasoning`, where the flag
+# A *client* is the program that asks. It needs three things: an address (the *endpoint*), the name of the model, and messages.
+# `temperature=0` always takes the likeliest token. Both servers can give the thoughts of a model that thinks first apart from its answer: vLLM in `message.reasoning`, where the flag
 # `reasoning-parser` is set, `transformers serve` in `message.reasoning_content`. While the model still thinks, `message.content` is empty.
 # `serving.generated_text` puts both together again. 64 tokens may not reach the end of its thoughts.
 
@@ -144,7 +182,6 @@ from openai import OpenAI
 
 client = OpenAI(base_url=server.url, api_key=server.api_key or "no key is checked")
 print("Models:  ", *server.names)
-question = model.questions[0]
 response = client.chat.completions.create(model=server.model_name, messages=question, max_tokens=64, temperature=0)
 print("Question:", question[-1]["content"])
 print("Answer:  ", serving.generated_text(response.choices[0].message))
@@ -152,7 +189,8 @@ print("Answer:  ", serving.generated_text(response.choices[0].message))
 # %% [markdown]
 # The same request from a terminal of this machine: paste what is printed. With vLLM a first line reads the key from the server's process,
 # so that no key is shown here. Never write a key into a notebook; to choose it yourself, set the variable `VLLM_API_KEY` before you start
-# Jupyter. The last line is a page that documents everything the server understands.
+# Jupyter. The last line is a page that documents everything the server understands. vLLM also counts what it does: `/metrics` beside
+# `/docs`, with the same key, says among other things how many requests are running and how many wait.
 
 # %%
 import json
@@ -167,8 +205,7 @@ print(f"{server.root}/docs")
 # %% [markdown]
 # ## Streaming
 #
-# With `stream=True` the answer arrives in pieces, as the model generates it. This is how chat programs show text while it is
-# written. A bar marks where one piece ends and the next begins. Thoughts arrive in pieces of their own.
+# *Streaming* means that the answer is sent while it is written: with `stream=True` it arrives in pieces, as chat programs show it. A bar marks where one piece ends and the next begins. Thoughts arrive in pieces of their own.
 
 # %%
 options = {"model": server.model_name, "messages": question, "max_tokens": 64, "temperature": 0}
@@ -179,40 +216,152 @@ with client.chat.completions.create(**options, stream=True) as stream:
 print()
 
 # %% [markdown]
-# ## Predict: 32 requests at once
+# ## Exercise: temperature
 #
-# One request takes some time. How many times as long do 32 requests take if they are sent at the same moment? Put your guess into
-# `my_guess`: 32 means that they are answered one after the other, 1 that they cost nothing extra.
+# Above temperature 0 the server draws each token at random, by its probability. The probabilities are the softmax of the logits divided by
+# the *temperature*: above 1 it makes them more alike, below 1 the likeliest token gets even likelier. Here is a place in the prompt where
+# your model was in two minds. What is the probability of its likeliest token at temperature 2? `logits` is a tensor with the logits
+# of all tokens, `tensor.softmax(-1)` makes probabilities of a tensor, and `.max()` takes the largest.
 
-# %%
-my_guess = None
+# %% tags=["exercise"]
+from nbutils import exercises, figures
+
+doubt = (prompt_logits.softmax(-1).amax(-1) - 0.5).abs().argmin()  # where the likeliest token is nearest to one half
+logits = prompt_logits[doubt]
+likeliest = logits.topk(5).indices
+shown = {f"temperature {t}": (logits / t).softmax(-1)[likeliest].tolist() for t in (0.5, 1)}
+tokens = [f"{number}: {tokenizer.decode([i])!r}" for number, i in enumerate(likeliest, 1)]
+parts = {token: {name: values[n] for name, values in shown.items()} for n, token in enumerate(tokens)}
+read = tokenizer.decode(prompt["input_ids"][0, max(0, doubt - 9) : doubt + 1]).replace("\n", "⏎")
+figures.bars(parts, f"The next token after … {read}", "probability", stacked=False)
+my_probability = None
+lesson.check(exercises.temperature, my_probability, logits)
 
 # %% [markdown]
-# Now measure it. Each thread sends one request and waits for its answer. vLLM computes one token for all of them in each step
-# (continuous batching), so the weights are read once for everybody. On a GPU that is most of the work; a CPU gains less.
-# `transformers serve` answers one request after the other.
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_probability = (logits / 2).softmax(-1).max()
+# ```
+#
+# Divided by 2, the logits lie closer together, and so do the probabilities: unlikely tokens are drawn more often. Near 2 many models write
+# nonsense. Try it: with `KEEP_RUNNING`, ask the server a few times with `temperature=1.5`.
+#
+# </details>
+
+# %% [markdown]
+# ## The KV cache
+#
+# The cache of the decoding by hand, in numbers. The weights are in memory once, for all requests. The KV cache grows with every token of
+# every prompt and answer, and each request has its own. So it decides how many requests a server can compute at once. Here is your model
+# beside a 7B in 16 bits, for requests of 1,000 tokens each; the limit is a GPU with 24 GB.
+
+# %%
+from nbutils import models
+
+shape = models.find_shape(lesson.model)  # of config.json
+number_bytes = 4 if model.dtype == "float32" else 2
+memory = {}
+for name, of_model, size in ((lesson.model_name, shape, number_bytes), ("Qwen2.5-7B", models.find_shape("Qwen2.5-7B"), 2)):
+    for users in (1, 32, 256):
+        cache_gb = users * 1000 * of_model.cache_bytes(size) / 1e9
+        row = f"{name}, requests: {users}"
+        memory[row] = {"weights": of_model.params * size / 1e9, "KV cache": cache_gb}
+figures.bars(memory, "Memory of a server, 1,000 tokens in each request", "GB", limit=24)
+
+# %% [markdown]
+# ## Exercise: cache bytes
+#
+# How many bytes does the cache of your model need for 1,000 tokens? Each layer keeps a key and a value for each token, and both are as
+# long as all key/value heads together. (Several query heads share one key/value head, which saves memory: *grouped-query attention*. Of a
+# hybrid model only the layers with softmax attention count.)
+
+# %% tags=["exercise"]
+print(f"{shape.softmax_layers} layers, hidden size {shape.hidden}: {shape.heads} query heads, {shape.kv_heads} key/value heads")
+print(f"{shape.head_dim} numbers in a head, {number_bytes} bytes each ({model.dtype})")
+my_bytes = None
+lesson.check(exercises.cache_bytes, my_bytes, shape, number_bytes)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_bytes = 2 * shape.softmax_layers * shape.kv_heads * shape.head_dim * number_bytes * 1000
+# ```
+#
+# The 2 is for keys and values. Neither the hidden size nor the number of weights is in it: a model with fewer key/value heads can serve
+# more people on the same GPU.
+#
+# </details>
+
+# %% [markdown]
+# ## 32 requests
+#
+# Now 32 questions are asked twice: first one after the other, then all in the same moment, each from a thread that waits for its answer. The
+# cell keeps the times to itself, because you are going to guess them.
 
 # %%
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 
-def seconds_for(questions):
-    started = time.perf_counter()
-    with ThreadPoolExecutor(len(questions)) as pool:
-        list(pool.map(lambda messages: client.chat.completions.create(**options | {"messages": messages}), questions))
-    return time.perf_counter() - started
+def span(messages):
+    begun = time.perf_counter()
+    client.chat.completions.create(**options | {"messages": messages})
+    return begun, time.perf_counter()
 
 
-at_once = (model.questions * 32)[:32]
-one = sum(seconds_for([messages]) for messages in at_once[:8]) / len(at_once[:8])
-many = seconds_for(at_once)
-print(f"1 request: {one:.2f} s. 32 at once: {many:.2f} s.")
-if my_guess is None:
-    print("[todo] exercise: put a number into `my_guess` and run both cells again")
-else:
-    close = 0.5 < my_guess * one / many < 2
-    print(f"[{' OK ' if close else 'todo'}] exercise: saw a guess of {my_guess}, expected about {many / one:.0f}; half or twice of it counts")
+def spans_of(in_flight):
+    with ThreadPoolExecutor(in_flight) as pool:
+        spans = list(pool.map(span, questions))
+    return [(begun - spans[0][0], end - spans[0][0]) for begun, end in spans]
+
+
+options["max_tokens"] = 64 if environment.engine != "transformers" else 16  # that one takes long enough
+questions = (model.questions * 32)[:32]
+one_by_one, at_once = spans_of(1), spans_of(32)
+alone, together = one_by_one[-1][1] / 32, max(end for _, end in at_once)
+
+# %% [markdown]
+# ## Exercise: many at once
+#
+# How many times as long as one request do 32 take that are sent at once? Guess before you look at the picture below: 32 means that they are
+# answered one after the other, 1 that they cost nothing extra. Half or twice the right number counts.
+
+# %% tags=["exercise"]
+my_guess = None
+lesson.check(exercises.many_at_once, my_guess, alone, together)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_guess = together / alone
+# ```
+#
+# For each token of an answer all weights are read once. *Batching* computes one token for every request in the same step, so all of
+# them share that reading. On a GPU that is most of the work; a CPU gains less. `transformers serve` on a CPU answers one after the other.
+#
+# </details>
+
+# %% [markdown]
+# The picture: a line for each request, from the moment it was sent until its answer was complete. Sent at once, they are computed side by
+# side, and each leaves as soon as its answer ends; another could take its place in the very next step (*continuous batching*). The
+# *latency*, how long one request takes, grows; the *throughput*, what all get together in a second, grows far more. (With `transformers
+# serve` on a CPU you see a queue instead.)
+
+# %%
+from nbutils import display
+
+figure, axes = display.pyplot().subplots(figsize=(figures.WIDTH, 4.2), layout="constrained")
+for shift, label, color, spans in ((0, "one by one", figures.BLUE, one_by_one), (0.4, "all at once", figures.ORANGE, at_once)):
+    starts, ends = zip(*spans, strict=True)
+    axes.hlines([number + shift for number in range(1, 33)], starts, ends, color=color, linewidth=3, label=label)
+axes.set(xlabel="seconds", ylabel="request")
+axes.invert_yaxis()
+axes.legend(frameon=False)
+display.show_figure(figure, lesson.run.logs / "requests.png")
+print(f"1 request: {alone:.2f} s. 32 at once: {together:.2f} s, which is {together / alone:.1f} times as long.")
 
 # %% [markdown]
 # ## The same answers as in lesson 04?
@@ -221,18 +370,11 @@ else:
 # be the same tokens, or the server uses another chat template. In float32 the answers must be the same, too. In 16 bits they may
 # differ: two programs round differently, and where two tokens are almost equally likely, the other one may win. Tokens are compared,
 # thoughts included; `transformers serve` returns none, so its answers are compared as texts, without thoughts, and not where rows have
-# tools.
+# tools. Read the first ones yourself.
 
 # %%
 same_answers = model.compare_answers(server)
 print(same_answers)
-
-# %% [markdown]
-# Read some of them yourself.
-
-# %%
-from nbutils import display
-
 display.show_table(same_answers.table[:3])
 
 # %% [markdown]
@@ -245,23 +387,6 @@ display.show_table(same_answers.table[:3])
 # %%
 same_model = model.compare_predictions(server)
 print(same_model)
-
-# %% [markdown]
-# ## Exercise
-#
-# Above temperature 0 the server draws each token at random, by its probability. How high must `temperature` be, between 0 and 2, before
-# two of five answers differ? Change it and run this cell again while the server is up. It is chance: run it a few times at each value;
-# near 2 the text falls apart. (After *Run all* the server has stopped: set `KEEP_RUNNING = True` above and run all again.)
-
-# %%
-temperature = 0.0
-
-answers = set()
-for _ in range(5 if server.running else 0):
-    response = client.chat.completions.create(**options | {"temperature": temperature})
-    answers.add(serving.generated_text(response.choices[0].message))
-print(*answers, sep="\n")
-print(f"[{' OK ' if len(answers) > 1 else 'todo'}] exercise: saw {len(answers)} kind(s) of answer in 5, expected 2 or more")
 
 # %% [markdown]
 # ## Chat
@@ -288,11 +413,34 @@ if not KEEP_RUNNING:
 print("The server is", f"running at {server.url}." if server.running else "stopped.", f"Its log: {server.log}")
 
 # %% [markdown]
+# ## Question
+#
+# A GPU writes 60 tokens per second for one request alone, and 1,500 for 32 requests together. Why so many more? Put `"a"`, `"b"` or `"c"`
+# into `my_choice`.
+#
+# - **a**: because each step reads all weights from memory, and one reading serves all requests
+# - **b**: because the server starts a copy of the model for each request
+# - **c**: because the requests share one KV cache, so that most of the tokens are known already
+
+# %% tags=["exercise"]
+my_choice = None
+lesson.check(exercises.quiz, my_choice, lesson.stem)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_choice = "a"
+# ```
+#
+# </details>
+
+# %% [markdown]
 # ## You now have
 #
 # - your model behind an OpenAI-compatible API, in a server process of its own,
 # - a request from Python, from a terminal, and one whose answer arrives word by word,
-# - a measurement of what 32 requests at once cost,
+# - an idea of what happens inside: decoding by hand, temperature, the KV cache, and a picture of 32 requests at once,
 # - proof that the server gives the answers of lesson 04, and a chat with your model.
 #
 # That is the course. Four more lessons go further: lesson 06 trains on several GPUs, lesson 07 trains a small model from scratch,

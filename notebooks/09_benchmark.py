@@ -10,11 +10,11 @@
 # # 09 · How fast is it served?
 #
 # Lesson 05 served your model. This lesson measures it: against plain `generate`, against `transformers serve`, and against the limit
-# that your GPU's memory bandwidth sets. Then it serves the base model and your adapter side by side, from one server.
+# that your GPU's *memory bandwidth* sets: how many bytes it reads from its memory in a second. Then it serves the base model and your adapter side by side, from one server.
 #
 # You will have
 #
-# - tokens per second of vLLM, `generate` and `transformers serve` on your own model, as a table and a plot,
+# - latency and throughput of vLLM, `generate` and `transformers serve` on your own model, as a table and a picture,
 # - how far the server's predictions are from the merged model's, and those from the adapter's and the base model's,
 # - the scores of base model and adapter, served under two names by one server.
 #
@@ -68,12 +68,13 @@ tasks = evaluation.parse_tasks(LM_EVAL_TASKS)
 # %% [markdown]
 # ## The load
 #
-# Every engine gets the same prompts: random words, so that no engine gains from its prefix cache, and answers of a fixed length. The
-# numbers go to `bench.json` in the run folder, after every step.
+# *Throughput* is how many tokens per second all requests get together; *latency* is how long one of them takes. Both depend on the
+# *concurrency*, the number of requests under way at the same time. Every engine gets the same prompts: random words, so that none gains from
+# what it has read before (its *prefix cache*), and answers of a fixed length. The numbers go to `bench.json` in the run folder, after every step.
 
 # %%
 settings = bench.Load(
-    concurrency=(1, 8, 32, 128) if lesson.gpu else (1, 8),  # requests at the same time
+    concurrency=(1, 8, 32, 128) if lesson.gpu else (1, 8, 32),  # requests at the same time
     prompt_tokens=128 if lesson.gpu else 32,
     answer_tokens=128 if lesson.gpu else 16,
     rounds=4 if lesson.gpu else 2,  # how often each of them asks
@@ -83,7 +84,7 @@ benchmark = bench.Benchmark(lesson.run.path / "bench.json", settings, {"model": 
 # %% [markdown]
 # ## The limit of the GPU
 #
-# For one request, every token needs nearly all weights read from memory once. So memory bandwidth divided by the size of the weights is
+# For one request, every token needs nearly all weights read from memory once. So the memory bandwidth divided by the size of the weights is
 # the most tokens per second that any engine can reach for one request. Several requests share each read. The bandwidth is the published
 # one of `configs/gpus.yaml`; without a GPU, or with one that is not in that file, there is no number.
 
@@ -122,8 +123,8 @@ server = serving.Server(model.folder, environment, flags=flags, log=lesson.run.l
 startup_seconds = server.start().wait()
 
 # %% [markdown]
-# `vllm bench serve` is vLLM's own load generator. These are its flags: random prompts and answers of a fixed length, and of each time
-# the values that 50, 90 and 99 % of the requests stay below. It reads the server's key from the variable `OPENAI_API_KEY`.
+# `vllm bench serve` is vLLM's own load generator: it plays the users. These are its flags: random prompts, answers of a fixed length, and of
+# each time three *percentiles*: 50, 90 and 99 % of the requests take no longer (p50, p90, p99). A mean would hide the few who wait long. It reads the server's key from the variable `OPENAI_API_KEY`.
 
 # %%
 load = {
@@ -150,19 +151,70 @@ if environment.engine == "transformers":
     benchmark.measure(server, "transformers serve")
 
 # %% [markdown]
-# The table: for each number of requests at a time, all engines. *First token* (TTFT) is how long a reader waits, *per token* (TPOT)
-# how fast the text then grows; each as p50 / p90 / p99 in milliseconds. These two are measured of vLLM only; *answer*, the
-# time until an answer is complete, of all.
+# The table: for each number of requests at a time, all engines. *First token* (TTFT, time to first token) is how long a reader waits for
+# the first word; *per token* (TPOT, time per output token) is how fast the text then grows. Each is p50 / p90 / p99 in milliseconds. These two
+# are measured of vLLM only; *answer*, the time until an answer is complete, of all.
 
 # %%
 benchmark.show("Speed on your own model")
 
 # %% [markdown]
-# The same as a plot. With the tiny model on a CPU much of the time is HTTP. With a large model on a GPU the distance between the
-# lines is why people use a server: the weights are read once for all requests.
+# The same as a picture: a dot for each row, named by its number of requests. To the right is more throughput, upwards a longer answer. From dot
+# to dot the server gives more tokens in all, and each user waits a little longer. With the tiny model on a CPU much of the time is HTTP.
 
 # %%
 benchmark.plot(lesson.run.path / "bench.png")
+
+# %% [markdown]
+# ## Exercise: highest concurrency
+#
+# You promise your users: 90 of 100 wait for the first token no longer than the limit that this cell prints. How many requests at a time may
+# you let in? Read it from the column *first token*, of the engine that is named (of `transformers serve` take the column *answer*), and choose one
+# of the numbers that were measured.
+
+# %% tags=["exercise"]
+from nbutils import exercises
+
+served = [level for level in benchmark.levels if level.engine == benchmark.levels[-1].engine]
+waits = {level.concurrency: (level.ttft_ms or level.latency_ms)["p90"] for level in served}
+*_, shorter, longest = sorted(waits.values())
+limit = (shorter * longest) ** 0.5  # between the two longest
+print(f"{served[0].engine}, limit {limit:,.1f} ms")
+my_concurrency = None
+lesson.check(exercises.highest_concurrency, my_concurrency, waits, limit)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_concurrency = max(users for users, wait in waits.items() if wait <= limit)
+# ```
+#
+# The middle number of a cell is the p90. With a limit like this one sizes a server: more users than that need a second one.
+#
+# </details>
+
+# %% [markdown]
+# ## Exercise: server gain
+#
+# What does a server gain from many users? Divide its tokens per second at the most simultaneous requests by those at one request. The
+# same engine as above; 10 % off counts.
+
+# %% tags=["exercise"]
+speeds = {level.concurrency: level.tokens_per_second for level in served}
+my_gain = None
+lesson.check(exercises.server_gain, my_gain, speeds)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_gain = speeds[max(speeds)] / speeds[1]
+# ```
+#
+# The weights are read once for all requests of a step. What does each user pay for it? Compare the milliseconds per token in the two rows.
+#
+# </details>
 
 # %% [markdown]
 # ## The same model?
@@ -220,21 +272,32 @@ for name, folder in {"base": lesson.model, "merged": lesson.run.merged}.items() 
 print(metrics or "no public benchmark was asked for (LM_EVAL_TASKS)")
 
 # %% [markdown]
-# ## Exercise
+# ## Question
 #
-# What does a server gain from many users? Divide vLLM's tokens per second at the most simultaneous requests in the table by those at
-# one request, and put the quotient into `my_answer`. What does each user pay for it? Compare the milliseconds per token in the two rows.
+# With 128 requests at a time a server writes 20 times as many tokens per second as with one. What does one of these 128 users notice,
+# compared with being alone? Put `"a"`, `"b"` or `"c"` into `my_choice`.
+#
+# - **a**: the answer comes 20 times as fast
+# - **b**: nothing: the answer comes as fast as before
+# - **c**: the answer takes longer
 
-# %%
-my_answer = None
-speeds = list(benchmark.speeds().get("vllm", {}).values())
-right = my_answer is not None and bool(speeds) and abs(my_answer * speeds[0] / speeds[-1] - 1) < 0.1
-print(f"[{' OK ' if right else 'todo'}] exercise: saw {my_answer or 'no answer yet'}, expected tokens/s of the last row of vLLM by those of the first, give or take 10 %")
+# %% tags=["exercise"]
+my_choice = None
+lesson.check(exercises.quiz, my_choice, lesson.stem)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_choice = "c"
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## You now have
 #
-# - tokens per second of vLLM, `generate` and `transformers serve` on your own model, as a table and a plot,
+# - latency and throughput of vLLM, `generate` and `transformers serve` on your own model, as a table and a picture,
 # - how far the server's predictions are from the merged model's, and those from the adapter's and the base model's,
 # - the scores of base model and adapter, served under two names by one server.
 

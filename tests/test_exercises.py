@@ -12,11 +12,12 @@ from unittest.mock import Mock
 
 import nbformat
 import pytest
+import torch
 from click.testing import CliRunner
 from solutions import exercises_of, run_solved
 from support import ROOT, python
 
-from nbutils import cli, diagnose, exercises, lesson, progress, record
+from nbutils import cli, diagnose, exercises, lesson, models, progress, record
 from nbutils.exercises import Check, Checked
 
 
@@ -65,8 +66,8 @@ CASES = [
         ),
         ["logits", "activations"],
         [
-            (["activations"], "do, too: 1"),
-            ([], "do, too: 2"),
+            (["activations"], "missing: 1"),
+            ([], "missing: 2"),
             (["activations", "logits", "weights"], "weights: 5.17 GiB both times"),
             (["activation"], "expected one of: weights, adapters, activations, logits"),
         ],
@@ -145,6 +146,62 @@ CASES = [
             (["a", "a", "d"], "message 2: CUDA is named, but no memory"),
             (["a", "c", "c"], "message 3: the tokenizer was not even loaded"),
             (["memory", "c", "d"], "saw 'memory', expected one of: a, b, c, d"),
+        ],
+    ),
+    # --- 05
+    Cases(
+        exercises.temperature,
+        (torch.tensor([2.0, 1.0, 0.0]),),
+        0.5064804,
+        [
+            (0.6652410, "that is temperature 1"),
+            (0.8668133, "the logits were multiplied"),
+            (0.3326205, "the probability was divided"),
+            (50.648, "cold"),
+        ],
+    ),
+    Cases(
+        exercises.cache_bytes,
+        (models.find_shape("Qwen2.5-7B"), 2),
+        57_344_000,
+        [
+            (28_672_000, "there are keys and values, and a number has 2 bytes"),
+            (57_344_000 * 7, "those are all query heads"),
+            (57_344_000 * 2, "a number has 2 bytes here"),
+            (57_344_000 / 28, "that is one layer"),
+            (57_344, "cold"),
+            (60_000_000, "hot"),
+        ],
+    ),
+    Cases(
+        exercises.many_at_once,
+        (0.5, 1.5),
+        4,
+        [
+            (32, "nearly one after the other"),
+            (1, "nearly for nothing"),
+            (11, "expected less"),
+        ],
+    ),
+    # --- 09
+    Cases(
+        exercises.highest_concurrency,
+        ({1: 20.0, 8: 25.0, 32: 90.0}, 50.0),
+        8,
+        [
+            (1, "more at a time still fit"),
+            (32, "longer than the limit"),
+        ],
+    ),
+    Cases(
+        exercises.server_gain,
+        ({1: 50.0, 8: 300.0, 32: 600.0},),
+        12.5,
+        [
+            (1 / 12, "the other way round"),
+            (550, "that is the difference"),
+            (12 / 32, "that is what each of them gets"),
+            (6, "warm"),
         ],
     ),
 ]

@@ -9,13 +9,13 @@
 # %% [markdown]
 # # 05 · 部署为服务
 #
-# 别的程序能调用，模型才派得上用场。vLLM 是大语言模型的推理服务：能同时回答很多请求，提供兼容 OpenAI 的接口，大多数客户端直接就能连。训练和推理用的不是同一个程序，所以这一课还会检查回答是否一致。vLLM 跑不了的地方改用 `transformers serve`，到时会说明。
+# 别的程序能调用，模型才派得上用场。*服务*（server）是一个等待请求、作出回答的程序。vLLM 是大语言模型的推理服务：能把很多请求放在一起计算，*API*（程序可以发什么、会收到什么的约定）和 OpenAI 兼容，大多数程序直接就能连。训练和推理用的不是同一个程序，所以这一课还会检查回答是否一致。vLLM 跑不了的地方改用 `transformers serve`，到时会说明。
 #
 # 学完这一课，你会得到
 #
-# - 你的模型，部署成兼容 OpenAI 的接口，跑在独立的服务进程里；
+# - 你的模型，部署成兼容 OpenAI 的 API，跑在独立的服务进程里；
 # - 三种请求：从 Python 发，从终端发，以及回答逐字返回的流式请求；
-# - 一次实测：32 个请求同时发出，要多花多少时间；
+# - 看清服务内部：手写解码、温度、KV cache，还有一张 32 个请求同时计算的图；
 # - 一份证明：服务的回答和第 04 课一致；还能和你的模型聊天。
 #
 # 自带的小模型在 2 核 CPU 上约需一分钟。第一次运行要搭建推理环境，多花几分钟和 3 GB 磁盘（有 GPU 时 12 GB）。
@@ -45,7 +45,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `FOLDER` 是要部署的模型目录，用来代替第 04 课合并后的模型，例如一个导出的模型。`PORT` 填 0，就用平台对外开放的端口（AutoDL），没有这样的端口就随便用一个空闲的。`QUESTIONS` 填 0，问的验证集问题就和第 04 课一样多。`KEEP_RUNNING` 让服务在结束后继续运行，并给出聊天框；关掉这个 notebook，服务就停止。`STOP_OTHERS` 停掉同一次训练里其他 notebook 启动的服务。
+# `FOLDER` 是要部署的模型目录，用来代替第 04 课合并后的模型，例如一个导出的模型。*端口*（port）是一台机器上的程序用来找到某个服务的编号；`PORT` 填 0，就用平台对外开放的端口（AutoDL），没有这样的端口就随便用一个空闲的。`QUESTIONS` 填 0，问的验证集问题就和第 04 课一样多。`KEEP_RUNNING` 让服务在结束后继续运行，并给出聊天框；关掉这个 notebook，服务就停止。`STOP_OTHERS` 停掉同一次训练里其他 notebook 启动的服务。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -72,7 +72,7 @@ serving.stop_leftover_servers(lesson.run.path, STOP_OTHERS)
 # %% [markdown]
 # ## 给 vLLM 单独的环境
 #
-# vLLM 要用自己的 PyTorch 版本，装在这里会把训练用的那个替换掉。所以给 vLLM 单独建一个虚拟环境，只建一次。服务是一个独立的进程，这个 notebook 只和服务通信。vLLM 需要 T4 或更新的 GPU，也可以用 CPU；更老的 GPU 用 `transformers serve`。没有 GPU 时，混合架构的模型（Qwen3.5）也用 `transformers serve`：vLLM 在 CPU 上只能用 bfloat16 计算其中的 Gated DeltaNet 层，而要和第 04 课的回答一致，得用 float32。
+# vLLM 要用自己的 PyTorch 版本，装在这里会把训练用的那个替换掉。所以给 vLLM 单独建一个*虚拟环境*：一个目录，里面有自己的 Python 和软件包，只建一次。服务是一个独立的*进程*（运行中的程序，有自己的内存），这个 notebook 只和服务通信。vLLM 需要 T4 或更新的 GPU，也可以用 CPU；更老的 GPU 用 `transformers serve`。没有 GPU 时，混合架构的模型（Qwen3.5）也用 `transformers serve`：vLLM 在 CPU 上只能用 bfloat16 计算其中的 Gated DeltaNet 层，而要和第 04 课的回答一致，得用 float32。
 
 # %%
 from pathlib import Path
@@ -113,9 +113,42 @@ print(shlex.join(command))
 print(serving.flags_reason(lesson.gpu, server.flags))
 
 # %% [markdown]
+# ## 亲手实现：回答是怎样写出来的
+#
+# 服务启动之前，先看看每个请求要做的事。模型读完提示词，给词表里的每个 token 打一个分，叫 *logit*。取分数最高的 token，接在后面，再问一次模型，直到写出结束符。前面的内容不用重读：注意力要用到前面每个 token 的*键*（key）和*值*（value），*KV cache* 把这些存了下来。所以从第二步起，每步只输入一个 token。`generate` 写出的 token 应该完全一样。（模型太大、这个进程装不下时，只部署不手写；这个单元格改用自带的小模型，没有训练过。）
+
+# %%
+import torch
+from nbutils import chat, data, files
+from nbutils.evaluation.placement import fit
+from nbutils.exporting.make import weights_bytes
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+fits = model.is_merged and fit(weights_bytes(model.folder) / files.GIB, lesson.gpu)
+folder = model.folder if fits else files.TINY_MODEL
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+placing = {"dtype": model.dtype, "device_map": {"": lesson.device}}
+language_model = AutoModelForCausalLM.from_pretrained(folder, **placing, trust_remote_code=False)
+question = data.own_language_first(model.questions)[0]
+prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt").to(lesson.device)
+stop_ids = chat.find_stop_ids(tokenizer, language_model.generation_config)
+cache, ids, written = None, prompt["input_ids"], []
+with torch.inference_mode():
+    while len(written) < 64 and not stop_ids & set(written):
+        output = language_model(ids, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values  # 到目前为止所有 token 的键和值
+        ids = output.logits[:, -1:].argmax(-1)  # 概率最高的下一个 token；下一步只读这一个
+        written.append(ids.item())
+    library = language_model.generate(**prompt, max_new_tokens=64, do_sample=False, eos_token_id=sorted(stop_ids))
+    prompt_logits = language_model(prompt["input_ids"]).logits[0].float().cpu()  # 留给温度的练习
+print(tokenizer.decode(written, skip_special_tokens=True))
+print("和 generate 的 token 完全一样：", written == library[0, prompt["input_ids"].shape[1] :].tolist())
+del language_model, output, cache  # 把内存或显存留给服务
+
+# %% [markdown]
 # ## 启动
 #
-# 运行这条命令时还加了两点：服务只监听本机，vLLM 的客户端都要带 API key（`transformers serve` 不要）。服务先导入各种库，再加载权重，给 KV cache 预留显存或内存，然后就能回答。你手动停止，或者这个 notebook 的内核（kernel）结束，服务就会停。
+# 运行这条命令时还加了两点：服务只监听本机，vLLM 的客户端都要带 *API key*，也就是给程序用的密码（`transformers serve` 不要）。服务先导入各种库，再加载权重，给 KV cache 预留显存或内存，然后就能回答。你手动停止，或者这个 notebook 的内核（kernel）结束，服务就会停。
 
 # %%
 startup_seconds = server.start().wait()
@@ -124,20 +157,19 @@ print(serving.public_address(lesson.platform, server.port))
 # %% [markdown]
 # ## 一个请求
 #
-# 客户端只需要三样东西：地址、模型名、消息。`temperature=0` 总是取概率最高的 token。先思考再回答的模型，两种服务都可以把思考内容和回答分开：vLLM 设了 `reasoning-parser` 参数时放在 `message.reasoning` 里，`transformers serve` 放在 `message.reasoning_content` 里。还没思考完时，`message.content` 是空的。`serving.generated_text` 把两部分重新合在一起。64 个 token 可能还不够思考完。
+# *客户端*（client）是提问的程序，只需要三样东西：地址（*endpoint*）、模型名、消息。`temperature=0` 总是取概率最高的 token。先思考再回答的模型，两种服务都可以把思考内容和回答分开：vLLM 设了 `reasoning-parser` 参数时放在 `message.reasoning` 里，`transformers serve` 放在 `message.reasoning_content` 里。还没思考完时，`message.content` 是空的。`serving.generated_text` 把两部分重新合在一起。64 个 token 可能还不够思考完。
 
 # %%
 from openai import OpenAI
 
 client = OpenAI(base_url=server.url, api_key=server.api_key or "no key is checked")
 print("模型：", *server.names)
-question = model.questions[0]
 response = client.chat.completions.create(model=server.model_name, messages=question, max_tokens=64, temperature=0)
 print("问题", question[-1]["content"])
 print("回答", serving.generated_text(response.choices[0].message))
 
 # %% [markdown]
-# 同样的请求也可以从这台机器的终端发：把打印出来的粘贴进去。用 vLLM 时，第一行从服务的进程里读出 key，所以这里不会显示 key。不要把 key 写进 notebook；想自己定，就在启动 Jupyter 之前设好环境变量 `VLLM_API_KEY`。最后一行是一个网页，列出服务支持的所有接口。
+# 同样的请求也可以从这台机器的终端发：把打印出来的粘贴进去。用 vLLM 时，第一行从服务的进程里读出 key，所以这里不会显示 key。不要把 key 写进 notebook；想自己定，就在启动 Jupyter 之前设好环境变量 `VLLM_API_KEY`。最后一行是一个网页，列出服务支持的所有接口。vLLM 还会给自己计数：和 `/docs` 并列的 `/metrics`（要带同一个 key）能查到有多少请求正在计算、多少在排队。
 
 # %%
 import json
@@ -152,7 +184,7 @@ print(f"{server.root}/docs")
 # %% [markdown]
 # ## 流式输出
 #
-# 加上 `stream=True`，模型一边生成，回答一边分段返回。聊天程序就是这样一边写一边显示的。竖线是前后两段的分界。思考内容也分段返回。
+# *流式输出*（streaming）就是一边生成一边返回：加上 `stream=True`，回答会分段到达，聊天程序就是这样显示的。竖线是前后两段的分界。思考内容也分段返回。
 
 # %%
 options = {"model": server.model_name, "messages": question, "max_tokens": 64, "temperature": 0}
@@ -163,53 +195,146 @@ with client.chat.completions.create(**options, stream=True) as stream:
 print()
 
 # %% [markdown]
-# ## 猜一猜：32 个请求同时发
+# ## 练习：温度
 #
-# 一个请求要花一点时间。32 个请求同时发出，要花几倍的时间？把你猜的数填进 `my_guess`：32 表示一个接一个地回答，1 表示不多花时间。
+# temperature 大于 0 时，服务按概率随机抽取每个 token。概率是这样算的：logits 先除以*温度*（temperature），再做 softmax。温度高于 1，各个概率更接近；低于 1，概率最高的 token 更占优势。下图是提示词里模型拿不准的一个位置。温度为 2 时，概率最高的那个 token 概率是多少？`logits` 是一个张量，里面是所有 token 的 logit；`tensor.softmax(-1)` 把它变成概率，`.max()` 取最大的一个。
 
-# %%
-my_guess = None
+# %% tags=["exercise"]
+from nbutils import exercises, figures
+
+doubt = (prompt_logits.softmax(-1).amax(-1) - 0.5).abs().argmin()  # 最高的概率最接近一半的位置
+logits = prompt_logits[doubt]
+likeliest = logits.topk(5).indices
+shown = {f"温度 {t}": (logits / t).softmax(-1)[likeliest].tolist() for t in (0.5, 1)}
+tokens = [f"{number}: {tokenizer.decode([i])!r}" for number, i in enumerate(likeliest, 1)]
+parts = {token: {name: values[n] for name, values in shown.items()} for n, token in enumerate(tokens)}
+read = tokenizer.decode(prompt["input_ids"][0, max(0, doubt - 9) : doubt + 1]).replace("\n", "⏎")
+figures.bars(parts, f"“…{read}”之后的下一个 token", "概率", stacked=False)
+my_probability = None
+lesson.check(exercises.temperature, my_probability, logits)
 
 # %% [markdown]
-# 现在实测。每个线程发一个请求，等自己的回答。vLLM 每走一步，就给所有请求各算一个 token（continuous batching），所以权重只读一遍，所有请求共用。在 GPU 上，读权重就是大部分开销；CPU 上的收益小一些。`transformers serve` 是一个答完再答下一个。你猜的在实际倍数的一半到两倍之间都算对。
+# <details><summary>参考答案</summary>
+#
+# ```python
+# my_probability = (logits / 2).softmax(-1).max()
+# ```
+#
+# logits 除以 2，彼此更接近，概率也更接近：本来不太可能的 token 更容易被抽中。接近 2 时，很多模型写出的句子就不成样子了。可以自己试：设 `KEEP_RUNNING`，用 `temperature=1.5` 多问服务几次。
+#
+# </details>
+
+# %% [markdown]
+# ## KV cache
+#
+# 前面手写解码用到的 cache，现在看看有多大。权重在显存里只存一份，所有请求共用。KV cache 则随提示词和回答的每个 token 增长，每个请求各有一份。所以服务能同时计算多少请求，就看 KV cache 放得下多少。下图比较你的模型和一个 16 bit 的 7B 模型，每个请求 1,000 个 token；虚线是一块 24 GB 的 GPU。
+
+# %%
+from nbutils import models
+
+shape = models.find_shape(lesson.model)  # 来自 config.json
+number_bytes = 4 if model.dtype == "float32" else 2
+memory = {}
+for name, of_model, size in ((lesson.model_name, shape, number_bytes), ("Qwen2.5-7B", models.find_shape("Qwen2.5-7B"), 2)):
+    for users in (1, 32, 256):
+        cache_gb = users * 1000 * of_model.cache_bytes(size) / 1e9
+        row = f"{name}，请求数：{users}"
+        memory[row] = {"权重": of_model.params * size / 1e9, "KV cache": cache_gb}
+figures.bars(memory, "服务占用的内存或显存，每个请求 1,000 个 token", "GB", limit=24)
+
+# %% [markdown]
+# ## 练习：KV cache 的字节数
+#
+# 你的模型处理 1,000 个 token，KV cache 占多少字节？每一层都为每个 token 存一个键和一个值，长度都等于所有 KV 头（key/value head）加起来的宽度。（几个查询头共用一个 KV 头，可以省显存，这叫*分组查询注意力*，GQA。混合架构的模型只算 softmax 注意力的层。）
+
+# %% tags=["exercise"]
+print(f"{shape.softmax_layers} 层，隐藏维度 {shape.hidden}：{shape.heads} 个查询头，{shape.kv_heads} 个 KV 头")
+print(f"每个头 {shape.head_dim} 个数，每个数 {number_bytes} 字节（{model.dtype}）")
+my_bytes = None
+lesson.check(exercises.cache_bytes, my_bytes, shape, number_bytes)
+
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# ```python
+# my_bytes = 2 * shape.softmax_layers * shape.kv_heads * shape.head_dim * number_bytes * 1000
+# ```
+#
+# 开头的 2 是键和值各一份。式子里没有隐藏维度，也没有参数量：KV 头少的模型，同一块 GPU 能服务更多的人。
+#
+# </details>
+
+# %% [markdown]
+# ## 32 个请求
+#
+# 把 32 个问题问两遍：先一个接一个，再 32 个同时发，每个请求由一个线程发出并等待回答。这个单元格先不公布时间，因为接下来要你猜。
 
 # %%
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 
-def seconds_for(questions):
-    started = time.perf_counter()
-    with ThreadPoolExecutor(len(questions)) as pool:
-        list(pool.map(lambda messages: client.chat.completions.create(**options | {"messages": messages}), questions))
-    return time.perf_counter() - started
+def span(messages):
+    begun = time.perf_counter()
+    client.chat.completions.create(**options | {"messages": messages})
+    return begun, time.perf_counter()
 
 
-at_once = (model.questions * 32)[:32]
-one = sum(seconds_for([messages]) for messages in at_once[:8]) / len(at_once[:8])
-many = seconds_for(at_once)
-print(f"1 个请求：{one:.2f} 秒。32 个同时发：{many:.2f} 秒。")
-if my_guess is None:
-    print("[待做] 把你猜的数填进 `my_guess`，再运行这两个单元格")
-else:
-    close = 0.5 < my_guess * one / many < 2
-    print(f"[{' OK ' if close else '待做'}] 你猜的是 {my_guess} 倍，实际约 {many / one:.0f} 倍；一半到两倍之间都算对")
+def spans_of(in_flight):
+    with ThreadPoolExecutor(in_flight) as pool:
+        spans = list(pool.map(span, questions))
+    return [(begun - spans[0][0], end - spans[0][0]) for begun, end in spans]
+
+
+options["max_tokens"] = 64 if environment.engine != "transformers" else 16  # 这个引擎慢，少写一些
+questions = (model.questions * 32)[:32]
+one_by_one, at_once = spans_of(1), spans_of(32)
+alone, together = one_by_one[-1][1] / 32, max(end for _, end in at_once)
 
 # %% [markdown]
-# ## 和第 04 课的回答一样吗？
+# ## 练习：同时发 32 个
 #
-# 把验证集的问题全部发给服务，再拿服务的回答和第 04 课里 transformers 的回答比较。提示词的 token 必须相同，不然就是服务用了别的对话模板。用 float32，回答也必须相同。用 16 bit 可以有差别：两个程序的舍入不同，两个 token 概率几乎相等时，选中的可能是另一个。比较的是 token，思考内容也算在内；`transformers serve` 不返回 token，只好比较文本，不比思考内容；数据里带工具时不比较。
+# 32 个请求同时发，用的时间是一个请求的几倍？先猜，再看下面的图：32 表示一个接一个地回答，1 表示不多花时间。猜的数在实际倍数的一半到两倍之间都算对。
 
-# %%
-same_answers = model.compare_answers(server)
-print(same_answers)
+# %% tags=["exercise"]
+my_guess = None
+lesson.check(exercises.many_at_once, my_guess, alone, together)
 
 # %% [markdown]
-# 自己读几条。
+# <details><summary>参考答案</summary>
+#
+# ```python
+# my_guess = together / alone
+# ```
+#
+# 回答里每生成一个 token，都要把全部权重读一遍。*批处理*（batching）在同一步里给每个请求各算一个 token，读一遍权重，所有请求共用。在 GPU 上，读权重就是大部分开销；CPU 上的收益小一些。`transformers serve` 在 CPU 上是一个答完再答下一个。
+#
+# </details>
+
+# %% [markdown]
+# 每条线是一个请求，从发出到回答完成。同时发出的请求并排计算，谁先答完谁先离开，空出的位置下一步就能给别的请求（*连续批处理*，continuous batching）。*延迟*（latency，一个请求要多久）变长了，*吞吐量*（throughput，所有请求合起来每秒处理多少）却提高得更多。（在 CPU 上用 `transformers serve`，看到的会是排队。）
 
 # %%
 from nbutils import display
 
+figure, axes = display.pyplot().subplots(figsize=(figures.WIDTH, 4.2), layout="constrained")
+for shift, label, color, spans in ((0, "一个接一个", figures.BLUE, one_by_one), (0.4, "32 个同时", figures.ORANGE, at_once)):
+    starts, ends = zip(*spans, strict=True)
+    axes.hlines([number + shift for number in range(1, 33)], starts, ends, color=color, linewidth=3, label=label)
+axes.set(xlabel="秒", ylabel="请求")
+axes.invert_yaxis()
+axes.legend(frameon=False)
+display.show_figure(figure, lesson.run.logs / "requests.png")
+print(f"1 个请求：{alone:.2f} 秒。32 个同时发：{together:.2f} 秒，是 {together / alone:.1f} 倍。")
+
+# %% [markdown]
+# ## 和第 04 课的回答一样吗？
+#
+# 把验证集的问题全部发给服务，再拿服务的回答和第 04 课里 transformers 的回答比较。提示词的 token 必须相同，不然就是服务用了别的对话模板。用 float32，回答也必须相同。用 16 bit 可以有差别：两个程序的舍入不同，两个 token 概率几乎相等时，选中的可能是另一个。比较的是 token，思考内容也算在内；`transformers serve` 不返回 token，只好比较文本，不比思考内容；数据里带工具时不比较。表里是前几条，自己读一读。
+
+# %%
+same_answers = model.compare_answers(server)
+print(same_answers)
 display.show_table(same_answers.table[:3])
 
 # %% [markdown]
@@ -218,21 +343,6 @@ display.show_table(same_answers.table[:3])
 # %%
 same_model = model.compare_predictions(server)
 print(same_model)
-
-# %% [markdown]
-# ## 练习
-#
-# temperature 大于 0 时，服务按概率随机抽取每个 token。在 0 到 2 之间，`temperature` 要多高，五个回答里才会有两个不一样？趁服务还在运行，改一改再运行这个单元格。结果带有随机性，每个值多跑几次；接近 2 时，句子就不成样子了。点“全部运行”（*Run all*）跑完之后，服务已经停止：把上面的 `KEEP_RUNNING` 设成 `True`，再全部运行一遍。
-
-# %%
-temperature = 0.0
-
-answers = set()
-for _ in range(5 if server.running else 0):
-    response = client.chat.completions.create(**options | {"temperature": temperature})
-    answers.add(serving.generated_text(response.choices[0].message))
-print(*answers, sep="\n")
-print(f"[{' OK ' if len(answers) > 1 else '待做'}] 5 个回答有 {len(answers)} 种，需要 2 种或更多")
 
 # %% [markdown]
 # ## 聊天
@@ -258,11 +368,33 @@ if not KEEP_RUNNING:
 print("服务", f"正在运行：{server.url}。" if server.running else "已停止。", f"日志：{server.log}")
 
 # %% [markdown]
+# ## 思考题
+#
+# 一块 GPU 只处理一个请求时，每秒写 60 个 token；同时处理 32 个请求，合计每秒 1,500 个。为什么多出这么多？把 `"a"`、`"b"` 或 `"c"` 填进 `my_choice`。
+#
+# - **a**：每一步都要从显存读一遍全部权重，读一遍可以供所有请求使用
+# - **b**：服务给每个请求各启动一份模型
+# - **c**：所有请求共用一份 KV cache，大部分 token 早就算好了
+
+# %% tags=["exercise"]
+my_choice = None
+lesson.check(exercises.quiz, my_choice, lesson.stem)
+
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# ```python
+# my_choice = "a"
+# ```
+#
+# </details>
+
+# %% [markdown]
 # ## 现在你有了
 #
-# - 你的模型，部署成兼容 OpenAI 的接口，跑在独立的服务进程里；
+# - 你的模型，部署成兼容 OpenAI 的 API，跑在独立的服务进程里；
 # - 三种请求：从 Python 发，从终端发，以及回答逐字返回的流式请求；
-# - 一次实测：32 个请求同时发出，要多花多少时间；
+# - 看清服务内部：手写解码、温度、KV cache，还有一张 32 个请求同时计算的图；
 # - 一份证明：服务的回答和第 04 课一致；还能和你的模型聊天。
 #
 # 课程的主线到此结束。还有四课可以深入：第 06 课用多块 GPU 训练，第 07 课从头训练一个小模型，第 08 课把你的模型导出成更小的文件，第 09 课测量服务有多快。

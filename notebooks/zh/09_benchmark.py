@@ -9,11 +9,11 @@
 # %% [markdown]
 # # 09 · 服务有多快？
 #
-# 第 05 课把你的模型部署成了服务，这一课测速度：和直接用 `generate` 比，和 `transformers serve` 比，也和 GPU 显存带宽决定的上限比。然后用一个服务同时提供基座模型和你的适配器，并排比较。
+# 第 05 课把你的模型部署成了服务，这一课测速度：和直接用 `generate` 比，和 `transformers serve` 比，也和 GPU 的*显存带宽*（每秒能从显存读多少字节）决定的上限比。然后用一个服务同时提供基座模型和你的适配器，并排比较。
 #
 # 学完这一课，你会得到
 #
-# - vLLM、`generate` 和 `transformers serve` 在你的模型上每秒多少 token，有表有图；
+# - vLLM、`generate` 和 `transformers serve` 在你的模型上的延迟和吞吐量，有表有图；
 # - 服务的预测和合并后的模型差多远，合并后的模型和适配器、适配器和基座模型又各差多远；
 # - 基座模型和适配器的分数，由同一个服务用两个名字提供。
 #
@@ -71,11 +71,11 @@ tasks = evaluation.parse_tasks(LM_EVAL_TASKS)
 # %% [markdown]
 # ## 负载
 #
-# 每个引擎收到的提示词都一样：随机的词，这样前缀缓存帮不上任何引擎；回答的长度也固定。每测完一步，数字都写进运行目录的 `bench.json`。
+# *吞吐量*（throughput）是所有请求合起来每秒生成多少 token；*延迟*（latency）是一个请求要多久。两者都取决于*并发数*（concurrency），也就是同时进行的请求数。每个引擎收到的提示词都一样：随机的词，这样谁都用不上读过的内容（*前缀缓存*，prefix cache）；回答的长度也固定。每测完一步，数字都写进运行目录的 `bench.json`。
 
 # %%
 settings = bench.Load(
-    concurrency=(1, 8, 32, 128) if lesson.gpu else (1, 8),  # 同时请求数
+    concurrency=(1, 8, 32, 128) if lesson.gpu else (1, 8, 32),  # 同时请求数
     prompt_tokens=128 if lesson.gpu else 32,
     answer_tokens=128 if lesson.gpu else 16,
     rounds=4 if lesson.gpu else 2,  # 每一路请求问几次
@@ -120,7 +120,7 @@ server = serving.Server(model.folder, environment, flags=flags, log=lesson.run.l
 startup_seconds = server.start().wait()
 
 # %% [markdown]
-# `vllm bench serve` 是 vLLM 自带的压测工具，下面是它的参数：提示词随机，回答长度固定；每种时间都给出 50 %、90 %、99 % 的请求不超过的值。服务的 key 由它从环境变量 `OPENAI_API_KEY` 读取。
+# `vllm bench serve` 是 vLLM 自带的压测工具，模拟很多用户。下面是它的参数：提示词随机，回答长度固定；每种时间给出三个*分位数*：50 %、90 %、99 % 的请求不超过这个值（p50、p90、p99）。只看平均值，就看不到少数等得很久的人。服务的 key 由它从环境变量 `OPENAI_API_KEY` 读取。
 
 # %%
 load = {
@@ -145,16 +145,64 @@ if environment.engine == "transformers":
     benchmark.measure(server, "transformers serve")
 
 # %% [markdown]
-# 这张表按并发数（同时请求数）列出所有引擎。*首 token*（TTFT）是读者要等多久，*每 token*（TPOT）是之后文字出来得有多快；都给出 p50 / p90 / p99，单位毫秒。这两项只测 vLLM；*整个回答*是一个回答全部生成完要多久，每个引擎都测。
+# 这张表按并发数（同时请求数）列出所有引擎。*首 token*（TTFT，time to first token）是读者等第一个词要多久，*每 token*（TPOT，time per output token）是之后文字出来得有多快；都给出 p50 / p90 / p99，单位毫秒。这两项只测 vLLM；*整个回答*是一个回答全部生成完要多久，每个引擎都测。
 
 # %%
 benchmark.show("在你自己的模型上有多快")
 
 # %% [markdown]
-# 同样的数字画成图。自带的小模型在 CPU 上，很多时间花在 HTTP 上。大模型在 GPU 上，几条线之间的距离就是大家用推理服务的原因：权重读一遍，所有请求共用。
+# 同样的数字画成图：表里的每一行是一个点，旁边写着并发数。越靠右，吞吐量越高；越靠上，一个回答要等得越久。顺着点看过去，总的 token 越来越多，每个用户等得也越来越久。自带的小模型在 CPU 上，很多时间花在 HTTP 上。
 
 # %%
 benchmark.plot(lesson.run.path / "bench.png")
+
+# %% [markdown]
+# ## 练习：最高并发数
+#
+# 你向用户承诺：100 个人里有 90 个，等第一个 token 的时间不超过这个单元格打印的上限。最多能让多少个请求同时进来？在表里找打印出来的那个引擎，看*首 token* 一列（`transformers serve` 看*整个回答*一列），从测过的并发数里选一个。
+
+# %% tags=["exercise"]
+from nbutils import exercises
+
+served = [level for level in benchmark.levels if level.engine == benchmark.levels[-1].engine]
+waits = {level.concurrency: (level.ttft_ms or level.latency_ms)["p90"] for level in served}
+*_, shorter, longest = sorted(waits.values())
+limit = (shorter * longest) ** 0.5  # 在最长的两个之间
+print(f"{served[0].engine}，上限 {limit:,.1f} 毫秒")
+my_concurrency = None
+lesson.check(exercises.highest_concurrency, my_concurrency, waits, limit)
+
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# ```python
+# my_concurrency = max(users for users, wait in waits.items() if wait <= limit)
+# ```
+#
+# 单元格里中间的那个数就是 p90。部署时就这样定容量：用户再多，就要加一台服务器。
+#
+# </details>
+
+# %% [markdown]
+# ## 练习：批处理的收益
+#
+# 同时服务很多用户，总速度能提高多少？用并发数最大时的每秒 token 数，除以只有一个请求时的。引擎和上一个练习相同，误差在 10 % 以内算对。
+
+# %% tags=["exercise"]
+speeds = {level.concurrency: level.tokens_per_second for level in served}
+my_gain = None
+lesson.check(exercises.server_gain, my_gain, speeds)
+
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# ```python
+# my_gain = speeds[max(speeds)] / speeds[1]
+# ```
+#
+# 每一步读一遍权重，所有请求共用。每个用户为此付出了什么？比较这两行每个 token 的毫秒数。
+#
+# </details>
 
 # %% [markdown]
 # ## 还是同一个模型吗？
@@ -208,20 +256,31 @@ for name, folder in {"base": lesson.model, "merged": lesson.run.merged}.items() 
 print(metrics or "没有要测的公开基准测试（LM_EVAL_TASKS）")
 
 # %% [markdown]
-# ## 练习
+# ## 思考题
 #
-# 同时服务很多用户，总速度能提高多少？在表里找到 vLLM 并发数最大的那一行，用它的每秒 token 数除以单个请求那一行的，把商填进 `my_answer`。每个用户为此付出了什么？比较这两行每个 token 的毫秒数。误差在 10 % 以内算对。
+# 128 个请求同时进行，服务每秒写的 token 是只有一个请求时的 20 倍。和独自使用相比，这 128 个用户里的一个会感觉到什么？把 `"a"`、`"b"` 或 `"c"` 填进 `my_choice`。
+#
+# - **a**：回答快了 20 倍
+# - **b**：没有区别，回答和以前一样快
+# - **c**：回答要等更久
 
-# %%
-my_answer = None
-speeds = list(benchmark.speeds().get("vllm", {}).values())
-right = my_answer is not None and bool(speeds) and abs(my_answer * speeds[0] / speeds[-1] - 1) < 0.1
-print(f"[{' OK ' if right else '待做'}] 你的答案：{my_answer or '还没有'}；应该是 vLLM 最后一行的每秒 token 数除以第一行的，误差在 10 % 以内")
+# %% tags=["exercise"]
+my_choice = None
+lesson.check(exercises.quiz, my_choice, lesson.stem)
+
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# ```python
+# my_choice = "c"
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## 现在你有了
 #
-# - vLLM、`generate` 和 `transformers serve` 在你的模型上每秒多少 token，有表有图；
+# - vLLM、`generate` 和 `transformers serve` 在你的模型上的延迟和吞吐量，有表有图；
 # - 服务的预测和合并后的模型差多远，合并后的模型和适配器、适配器和基座模型又各差多远；
 # - 基座模型和适配器的分数，由同一个服务用两个名字提供。
 # %%
