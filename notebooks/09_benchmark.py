@@ -74,7 +74,7 @@ tasks = evaluation.parse_tasks(LM_EVAL_TASKS)
 
 # %%
 settings = bench.Load(
-    concurrency=(1, 8, 32, 128) if lesson.gpu else (1, 8, 32),  # requests at the same time
+    concurrency=(1, 8, 32, 128) if lesson.gpu else (1, 4, 16),  # requests at the same time
     prompt_tokens=128 if lesson.gpu else 32,
     answer_tokens=128 if lesson.gpu else 16,
     rounds=4 if lesson.gpu else 2,  # how often each of them asks

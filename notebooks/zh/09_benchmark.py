@@ -75,7 +75,7 @@ tasks = evaluation.parse_tasks(LM_EVAL_TASKS)
 
 # %%
 settings = bench.Load(
-    concurrency=(1, 8, 32, 128) if lesson.gpu else (1, 8, 32),  # 同时请求数
+    concurrency=(1, 8, 32, 128) if lesson.gpu else (1, 4, 16),  # 同时请求数
     prompt_tokens=128 if lesson.gpu else 32,
     answer_tokens=128 if lesson.gpu else 16,
     rounds=4 if lesson.gpu else 2,  # 每一路请求问几次
