@@ -175,7 +175,7 @@ print(f"by hand and in the file, largest difference: {(written - by_hand.to(geta
 # In memory, PEFT merges with one call: `merge_and_unload` adds every product to its weight and removes the adapter's layers. In 16 bits
 # it rounds twice, first the product and then the sum. In float32 and rounded once at the end, as here, it gives the bits of our
 # folder. That takes two whole models in memory, so it is left out where they need more than is free, or more than 8 GiB (from a billion
-# parameters on). What is counted are all tensors of the model, also those without an adapter. (With `MERGE_ONTO = "dequantized"`, merged
+# parameters on). What is counted are all tensors of the model, also those that no adapter changes. (With `MERGE_ONTO = "dequantized"`, merged
 # weights differ here as well.)
 
 # %%
@@ -202,7 +202,7 @@ else:
 #
 # The merged model is loaded like any other model, without PEFT. First the old one is removed from memory. `placement.load` calls
 # `AutoModelForCausalLM.from_pretrained(folder, **placement.loading)` and keeps that one model, so that the next cells need not load it again.
-# The figure shows the likeliest next tokens at one position: where base and adapter differ most.
+# The figure shows the likeliest next tokens at the first position where base and adapter would go on differently, often the first of all.
 
 # %%
 from nbutils import figures
@@ -212,11 +212,14 @@ del base, tuned, layer
 print("adapter", from_adapter)
 print("merged ", from_merged)
 predicted["merged"] = next_tokens(placement.load(folder))
-place = int((predicted["adapter"] - predicted["base"]).abs().sum(-1).argmax())
+place = int((predicted["adapter"].argmax(-1) != predicted["base"].argmax(-1)).int().argmax())  # 0 if they never differ
 top = (predicted["adapter"] + predicted["base"])[place].topk(5).indices
-bars = {repr(tokenizer.decode(token)): {name: float(rows[place, token]) for name, rows in predicted.items()} for token in top}
+labels = {"base": "base", "adapter": "adapter", "merged": "merged"}
+bars = {
+    repr(tokenizer.decode(token)): {label: float(predicted[name][place, token]) for name, label in labels.items()} for token in top
+}
 so_far = tokenizer.decode(answer[:place])[-50:]
-figures.bars(bars, f"What comes after: {so_far}", "probability", stacked=False, path=lesson.run.logs / "next_token.png")
+figures.bars(bars, f"The next token after: {so_far or 'the question'}", "probability", stacked=False, path=lesson.run.logs / "next_token.png")
 
 # %% [markdown]
 # ## Exercise: KL divergence
@@ -229,10 +232,9 @@ figures.bars(bars, f"What comes after: {so_far}", "probability", stacked=False, 
 # %% tags=["exercise"]
 import math
 
-p, q = ([values[name] for values in bars.values()] for name in ("merged", "base"))
-p, q = ([*five, max(1e-6, 1 - sum(five))] for five in (p, q))
-print("p (merged):", *(f"{value:.6f}" for value in p))
-print("q (base):  ", *(f"{value:.6f}" for value in q))
+p, q = (predicted[name][place, top].tolist() for name in ("merged", "base"))
+p, q = ([*five, max(1e-6, 1 - math.fsum(five))] for five in (p, q))
+print("p (merged) and q (base):", *(f"{a:<8.3g} {b:.3g}" for a, b in zip(p, q, strict=True)), sep="\n")
 my_kl = None
 lesson.check(exercises.kl, my_kl, p, q)
 
@@ -330,10 +332,10 @@ print(f"report: {comparison.page}")
 # %%
 judged = evaluation.compare_practice(lesson.run.path / "practice")
 for run in judged.values():
-    loss, share = run.tuned.mean("loss"), run.tuned.mean("exact_match")
-    print(f"{run.title}: loss {loss:.2f}, exact match {share:.0%}, {run.verdict.outcome}")
-judged["shuffled answers"].show_scores("loss", "character_f1", "exact_match", "content")
-print(judged["shuffled answers"].verdict)
+    print(f"{run.title}: loss {run.tuned.mean('loss'):.2f}, exact match {run.tuned.mean('exact_match'):.0%}, {run.verdict.outcome}")
+shuffled = judged["shuffled answers"]
+shuffled.show_scores("loss", "character_f1", "exact_match", "content")
+print(shuffled.verdict)
 
 # %% [markdown]
 # ## Exercise: the commonest error
@@ -348,9 +350,9 @@ from nbutils.evaluation import scores
 
 short = judged["too short"].tuned
 questions = [messages[-1]["content"] for messages in short.evaluator.questions]
-answers = zip(questions, short.evaluator.references, short.texts, strict=True)
+answers = data.own_language_first(zip(questions, short.evaluator.references, short.texts, strict=True))
 errors = [{"question": asked, "reference": wanted, "answer": given} for asked, wanted, given in answers if given.strip() != wanted]
-display.show_table(data.own_language_first(errors)[:8])
+display.show_table(errors[:8])
 right = list(map(scores.right_fields, short.texts, short.evaluator.references))
 print(right[0])
 my_field = None

@@ -166,7 +166,7 @@ print(f"手工算的和 PEFT 的最多相差   {(by_peft - by_hand).abs().max():
 print(f"手工算的和文件里的最多相差   {(written - by_hand.to(getattr(torch, dtype)).float()).abs().max():.2g}")
 
 # %% [markdown]
-# 在内存里，PEFT 一次调用就能合并：`merge_and_unload` 把每个乘积加到对应的权重上，再去掉适配器的层。用 16 bit 时要舍入两次，先是乘积，再是和。像这里一样用 float32 算、最后只舍入一次，结果就和我们的目录逐位相同。这要在内存里放两个完整的模型，所以空闲内存不够，或者两个模型超过 8 GiB（约 10 亿参数以上）时跳过。这里数的是模型的全部张量，没有适配器的也算在内。（设了 `MERGE_ONTO = "dequantized"` 时，这里合并过的权重也会不同。）
+# 在内存里，PEFT 一次调用就能合并：`merge_and_unload` 把每个乘积加到对应的权重上，再去掉适配器的层。用 16 bit 时要舍入两次，先是乘积，再是和。像这里一样用 float32 算、最后只舍入一次，结果就和我们的目录逐位相同。这要在内存里放两个完整的模型，所以空闲内存不够，或者两个模型超过 8 GiB（约 10 亿参数以上）时跳过。这里数的是模型的全部张量，适配器没有改动的也算在内。（设了 `MERGE_ONTO = "dequantized"` 时，这里合并过的权重也会不同。）
 
 # %%
 from nbutils import platforms
@@ -190,7 +190,7 @@ else:
 # %% [markdown]
 # ## 再问同一个问题
 #
-# 合并后的模型和普通模型一样加载，不需要 PEFT。先从内存里清掉旧模型。`placement.load` 调用 `AutoModelForCausalLM.from_pretrained(folder, **placement.loading)`，并留住这一个模型，后面的单元格就不用再加载。图里是某一个位置上最可能的下一个 token：选的是基座模型和适配器差别最大的位置。
+# 合并后的模型和普通模型一样加载，不需要 PEFT。先从内存里清掉旧模型。`placement.load` 调用 `AutoModelForCausalLM.from_pretrained(folder, **placement.loading)`，并留住这一个模型，后面的单元格就不用再加载。图里是最可能的下一个 token：取基座模型和适配器第一次想法不同的位置，往往就是回答的开头。
 
 # %%
 from nbutils import figures
@@ -200,11 +200,14 @@ del base, tuned, layer
 print("适配器", from_adapter)
 print("合并后", from_merged)
 predicted["merged"] = next_tokens(placement.load(folder))
-place = int((predicted["adapter"] - predicted["base"]).abs().sum(-1).argmax())
+place = int((predicted["adapter"].argmax(-1) != predicted["base"].argmax(-1)).int().argmax())  # 没有不同就是 0
 top = (predicted["adapter"] + predicted["base"])[place].topk(5).indices
-bars = {repr(tokenizer.decode(token)): {name: float(rows[place, token]) for name, rows in predicted.items()} for token in top}
+labels = {"base": "基座", "adapter": "适配器", "merged": "合并后"}
+bars = {
+    repr(tokenizer.decode(token)): {label: float(predicted[name][place, token]) for name, label in labels.items()} for token in top
+}
 so_far = tokenizer.decode(answer[:place])[-50:]
-figures.bars(bars, f"接下来是什么：{so_far}", "概率", stacked=False, path=lesson.run.logs / "next_token.png")
+figures.bars(bars, f"下一个 token，前面是：{so_far or '问题'}", "概率", stacked=False, path=lesson.run.logs / "next_token.png")
 
 # %% [markdown]
 # ## 练习：KL 散度
@@ -214,10 +217,9 @@ figures.bars(bars, f"接下来是什么：{so_far}", "概率", stacked=False, pa
 # %% tags=["exercise"]
 import math
 
-p, q = ([values[name] for values in bars.values()] for name in ("merged", "base"))
-p, q = ([*five, max(1e-6, 1 - sum(five))] for five in (p, q))
-print("p（合并后）：", *(f"{value:.6f}" for value in p))
-print("q（基座）：  ", *(f"{value:.6f}" for value in q))
+p, q = (predicted[name][place, top].tolist() for name in ("merged", "base"))
+p, q = ([*five, max(1e-6, 1 - math.fsum(five))] for five in (p, q))
+print("p（合并后）和 q（基座）：", *(f"{a:<8.3g} {b:.3g}" for a, b in zip(p, q, strict=True)), sep="\n")
 my_kl = None
 lesson.check(exercises.kl, my_kl, p, q)
 
@@ -297,10 +299,10 @@ print(f"报告：{comparison.page}")
 # %%
 judged = evaluation.compare_practice(lesson.run.path / "practice")
 for run in judged.values():
-    loss, share = run.tuned.mean("loss"), run.tuned.mean("exact_match")
-    print(f"{run.title}：损失 {loss:.2f}，完全一致 {share:.0%}，{run.verdict.outcome}")
-judged["shuffled answers"].show_scores("loss", "character_f1", "exact_match", "content")
-print(judged["shuffled answers"].verdict)
+    print(f"{run.title}：损失 {run.tuned.mean('loss'):.2f}，完全一致 {run.tuned.mean('exact_match'):.0%}，{run.verdict.outcome}")
+shuffled = judged["shuffled answers"]
+shuffled.show_scores("loss", "character_f1", "exact_match", "content")
+print(shuffled.verdict)
 
 # %% [markdown]
 # ## 练习：最常见的错误
@@ -313,9 +315,9 @@ from nbutils.evaluation import scores
 
 short = judged["too short"].tuned
 questions = [messages[-1]["content"] for messages in short.evaluator.questions]
-answers = zip(questions, short.evaluator.references, short.texts, strict=True)
+answers = data.own_language_first(zip(questions, short.evaluator.references, short.texts, strict=True))
 errors = [{"问题": asked, "参考答案": wanted, "回答": given} for asked, wanted, given in answers if given.strip() != wanted]
-display.show_table(data.own_language_first(errors)[:8])
+display.show_table(errors[:8])
 right = list(map(scores.right_fields, short.texts, short.evaluator.references))
 print(right[0])
 my_field = None
