@@ -210,12 +210,15 @@ def merged_weight(answer: Any, W: Any, A: Any, B: Any, scale: float) -> Checked:
 
 def kl(answer: Any, p: Sequence[float], q: Sequence[float]) -> Checked:
     """Lesson 04: the KL divergence of two distributions in nats, the sum of p * ln(p / q)."""
-    logs = [math.log(a / b) for a, b in zip(p, q, strict=True)]
+    logs = []
+    for a, b in zip(p, q, strict=True):
+        logs.append(math.log(a / b))
     nats = sum(map(mul, p, logs))
+    differences = map(abs, map(sub, p, q))
     mistakes = {
         tr("p and q are swapped: the terms are p * ln(p / q)"): -sum(map(mul, q, logs)),
         tr("these are bits: nats take the natural logarithm"): nats / math.log(2),
-        tr("this is the sum of the differences: a term is p times a logarithm"): sum(map(abs, map(sub, p, q))),
+        tr("this is the sum of the differences: a term is p times a logarithm"): sum(differences),
         tr("this is the sum of the logarithms: each is weighted by its p"): sum(logs),
     }
     return near(answer, nats, 0.01, mistakes)

@@ -342,7 +342,8 @@ print(shuffled.verdict)
 #
 # The run that was too short helped, and is still wrong in almost half of its answers. A score says how many; only reading says what is wrong
 # with them. Read some of its errors. Which field of the ticket does it get wrong most often? `right` says for each of its answers
-# which fields are right; the first one is printed. Count in all of them, and put the name of the field into `my_field`.
+# which fields are right; the first one is printed. (In an answer that is broken JSON, none is.) Count in all of them, and put the name of the
+# field into `my_field`.
 
 # %% tags=["exercise"]
 from nbutils import display
