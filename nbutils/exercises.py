@@ -6,13 +6,12 @@ A check is a pure function of the answer and of what it is checked against; it p
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
+from operator import mul, sub
 from pathlib import Path
 from typing import Any
 
@@ -198,17 +197,66 @@ def _asked(row: Any) -> str:
 
 def _form_of(answer: str) -> str:
     """The keys of a JSON object; all prose is of one form."""
-    with suppress(ValueError):
-        value = json.loads(answer)
-        if isinstance(value, dict):
-            return str(sorted(value))
-    return "prose"
+    from nbutils.evaluation.scores import json_object
+
+    return str(sorted(json_object(answer)))
 
 
 # --- 03: the training -------------------------------------------------------------------------------------------------
 
 
 # --- 04: the merged model ---------------------------------------------------------------------------------------------
+
+
+def merged_weight(answer: Any, W: Any, A: Any, B: Any, scale: float) -> Checked:
+    """Lesson 04: a weight with its adapter merged into it, W + scale * (B @ A)."""
+    import torch
+
+    given = torch.as_tensor(answer)
+    if given.shape != W.shape:
+        saw = list(given.shape)
+        return wrong(tr("saw the shape {saw}, expected {expected}: B @ A has it", saw=saw, expected=list(W.shape)))
+    change = scale * (B @ A)
+    merged = W + change
+    told = {
+        tr("the weight, with what the adapter adds to it"): merged,
+        tr("the product of the matrices is not scaled yet"): W + change / scale,
+        tr("this is the change alone, without the weight that it is added to"): change,
+        tr("the change is added, not taken away"): W - change,
+    }
+    for text, weight in told.items():
+        if torch.allclose(given, weight, atol=1e-6):
+            return Checked(weight is merged, text)
+    return wrong(tr("the shape is right, the numbers are not"))
+
+
+def kl(answer: Any, p: Sequence[float], q: Sequence[float]) -> Checked:
+    """Lesson 04: the KL divergence of two distributions in nats, the sum of p * ln(p / q)."""
+    logs = []
+    for a, b in zip(p, q, strict=True):
+        logs.append(math.log(a / b))
+    nats = sum(map(mul, p, logs))
+    differences = map(abs, map(sub, p, q))
+    mistakes = {
+        tr("p and q are swapped: the terms are p * ln(p / q)"): -sum(map(mul, q, logs)),
+        tr("these are bits: nats take the natural logarithm"): nats / math.log(2),
+        tr("this is the sum of the differences: a term is p times a logarithm"): sum(differences),
+        tr("this is the sum of the logarithms: each is weighted by its p"): sum(logs),
+    }
+    return near(answer, nats, 0.01, mistakes)
+
+
+def commonest_error(answer: str, right: Sequence[Mapping[str, bool]]) -> Checked:
+    """Lesson 04: the field that is wrong most often, by which fields of each answer are right."""
+    errors = {field: sum(not fields[field] for fields in right) for field in right[0]}
+    if answer not in errors:
+        return wrong(tr("saw {answer!r}, expected one of: {choices}", answer=answer, choices=", ".join(errors)))
+    count = errors[answer]
+    most = max(errors.values())
+    told = tr(
+        "{field} is wrong in {count} answers, the commonest error in {most}", field=answer, count=count, most=most
+    )
+    return Checked(count == most, told)
 
 
 # --- 05: the server ---------------------------------------------------------------------------------------------------
@@ -308,7 +356,7 @@ OF_LESSON: Mapping[str, Sequence[Check]] = {
     "01_environment": (halved_parts, longest_rows, quiz),
     "02_data_prep": (labels, mended_rows, own_rows, quiz),
     "03_qlora": (quiz,),
-    "04_merge": (quiz,),
+    "04_merge": (merged_weight, kl, commonest_error, quiz),
     "05_serve": (temperature, cache_bytes, many_at_once, quiz),
     "06_scale_out": (quiz,),
     "07_from_scratch": (quiz,),

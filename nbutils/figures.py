@@ -42,7 +42,7 @@ def bars(
     labels = list(dict.fromkeys(label for values in parts.values() for label in values))
     thickness = 0.7 if stacked else 0.8 / len(labels)
     rows = len(parts) * (1 if stacked else len(labels))
-    figure, axes = pyplot().subplots(figsize=(WIDTH, 1.2 + 0.34 * rows), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(WIDTH, 1.2 + (0.34 if stacked else 0.2) * rows), layout="constrained")
     left = [0.0] * len(parts)
     for number, label in enumerate(labels):
         sizes = [values.get(label, 0.0) for values in parts.values()]

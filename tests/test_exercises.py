@@ -56,6 +56,10 @@ OWN = [
     {"question": "Good morning!", "answer": "Good morning! What will it be?"},
 ]
 
+W = torch.arange(6.0).view(2, 3)
+A = torch.tensor([[1.0, 0.0, 2.0]])
+B = torch.tensor([[3.0], [-1.0]])
+
 CASES = [
     # --- 01
     Cases(
@@ -202,6 +206,41 @@ CASES = [
             (550, "that is the difference"),
             (12 / 32, "that is what each of them gets"),
             (6, "warm"),
+        ],
+    ),
+    # --- 04
+    Cases(
+        exercises.merged_weight,
+        (W, A, B, 4.0),
+        W + 4.0 * (B @ A),
+        [
+            (W + B @ A, "not scaled yet"),
+            (4.0 * (B @ A), "the change alone"),
+            (W - 4.0 * (B @ A), "added, not taken away"),
+            (W, "the shape is right, the numbers are not"),
+            (A.T @ B.T, "saw the shape [3, 2], expected [2, 3]: B @ A has it"),
+        ],
+    ),
+    Cases(
+        exercises.kl,
+        ([0.7, 0.2, 0.1], [0.1, 0.6, 0.3]),
+        1.0325,
+        [
+            (0.7942, "swapped"),
+            (1.4895, "these are bits"),
+            (1.2, "the sum of the differences"),
+            (-0.2513, "the sum of the logarithms"),
+            (1.1, "hot: saw 1.1, expected less"),
+        ],
+    ),
+    Cases(
+        exercises.commonest_error,
+        ([{"day": False, "city": True}, {"day": False, "city": False}],),
+        "day",
+        [
+            ("city", "city is wrong in 1 answers, the commonest error in 2"),
+            ("week", "expected one of: day, city"),
+            ("day, city", "saw 'day, city'"),
         ],
     ),
 ]

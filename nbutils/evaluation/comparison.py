@@ -31,6 +31,7 @@ MOST_UNFINISHED = 0.2  # share of answers cut off while thinking; above it a com
 FORGOT_PERPLEXITY = 1.10  # a ratio above it is forgetting
 FORGOT_F1 = -0.05  # a change below it is forgetting
 WORST_ROWS = 6  # that the page lists
+PRACTICE_SIZE = Size(rows=40, batch_size=32, max_new_tokens=64)  # takes seconds on a CPU
 IN_4_BITS = "weights in 4 bits"  # where models do not fit otherwise
 
 
@@ -101,6 +102,11 @@ class Comparison:
     def results(self) -> tuple[Result, Result]:
         """The results on the held-out rows, before and after."""
         return self.base, self.tuned
+
+    @property
+    def title(self) -> str:
+        """The name of the tuned model, for display."""
+        return tr(self.tuned.name)
 
     @cached_property
     def means(self) -> dict[str, dict[str, Estimate]]:
@@ -197,22 +203,6 @@ class Comparison:
         results = (self.general_base, self.general_tuned) if general else self.results
         columns = {tr(result.name): result.texts for result in results}
         display.show_table(results[0].evaluator.table(columns, rows))
-
-    def plot(self, *names: str) -> None:
-        """Draw a panel for each score with a dot and its interval for each model; also into evaluation/scores.png."""
-        figure, axes = display.pyplot().subplots(
-            ncols=len(names),
-            figsize=(8.4, 2.2),
-            squeeze=False,
-            layout="constrained",
-        )
-        for panel, score in zip(axes.flat, names, strict=True):
-            for name, mean in self.means[score].items():
-                label = tr(name)
-                panel.plot([label] * 3, [mean.low, mean.mean, mean.high], "o-", lw=4, markevery=[1])
-            panel.set_title(tr(SHOWN_SCORES[score].label), loc="left")
-            panel.margins(x=0.4)
-        display.show_figure(figure, self.page.with_name("scores.png"))
 
     def write_page(self, run: str) -> None:
         """Write the HTML report, with the answers that are least like their references."""
@@ -355,6 +345,31 @@ def compare_models(
     comparison = Comparison(base, tuned, general_base, general_tuned)
     comparison.write_page(run.name)
     return comparison
+
+
+def compare_practice(folder: Path) -> dict[str, Comparison]:
+    """The practice runs of lesson 03, each against the untuned model; `folder` keeps the runs and their answers.
+
+    Example: judged = compare_practice(lesson.run.path / "practice")
+    """
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from nbutils.training import practice
+
+    tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL, trust_remote_code=False)
+    evaluator = Evaluator(folder, tokenizer, practice.held_out(), PRACTICE_SIZE, "float32")
+    both = (evaluator, evaluator.general())
+    model: Any = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype="float32", trust_remote_code=False)
+    base, general_base = (rows.evaluate("base", model, "") for rows in both)
+    judged = {}
+    for name, run in practice.RUNS.items():
+        trained = practice.train(run, folder / name.replace(" ", "_"))
+        with_adapter: Any = PeftModel.from_pretrained(model, trained.adapter)
+        tuned, general_tuned = (rows.evaluate(name, with_adapter, str(run)) for rows in both)
+        judged[name] = Comparison(base, tuned, general_base, general_tuned)
+        model = with_adapter.unload()
+    return judged
 
 
 def stored_answers(run: RunFolder, profile: Profile, folder: Path, rows: int = 0) -> tuple[Evaluator, list[Answer]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nbutils.chat import Renderer, find_stop_ids, rows_think, training_format
-from nbutils.data import stored_rows
+from nbutils.data import own_language_first, stored_rows
 from nbutils.data.texts import mask
 from nbutils.errors import CourseError
 from nbutils.evaluation import inference, scores
@@ -227,12 +227,15 @@ class Evaluator:
         return [replace(answer, text="<think>" + answer.text.removeprefix("<think>")) for answer in answers]
 
     def table(self, columns: Mapping[str, Sequence[str]], rows: int = 6) -> Table:
-        """For display: question, reference, and each model's answer with a tick or a cross; private data masked."""
+        """For display: question, reference, and each model's answer with a tick or a cross; private data masked.
+
+        Rows in the language of the course come first.
+        """
         table = []
-        for number, reference in enumerate(self.references[:rows]):
-            question = self.questions[number][-1]["content"]
+        shown = own_language_first(enumerate(zip(self.questions, self.references, strict=True)))
+        for number, (question, reference) in shown[:rows]:
             row = {
-                tr("question"): mask(str(question)),
+                tr("question"): mask(str(question[-1]["content"])),
                 tr("reference"): mask(reference),
             }
             for name, answers in columns.items():

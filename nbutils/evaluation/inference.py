@@ -42,7 +42,8 @@ def in_batches(
     Similar lengths should be neighbors, the longest first: then little is padded, and short memory shows at once.
     """
     done = 0
-    with tqdm(total=len(items), desc=title, unit=tr("row"), disable=not title or not items) as progress:
+    hidden = not title or not items
+    with tqdm(total=len(items), desc=title, unit=tr("row"), disable=hidden, leave=False) as progress:
         while done < len(items):
             batch = items[done : done + batch_size]
             results: list[Any] = []

@@ -6,6 +6,7 @@ like, its loss falls and its F1 rises. So only what an answer scores beyond the 
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -13,7 +14,9 @@ import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -90,6 +93,24 @@ def content(score: Score, answers: Sequence[str], references: Sequence[str]) -> 
         own = score(answers[row], references[row])
         contents[row] = own - sum(against) / others
     return contents
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The JSON object that a text is; empty if it is none."""
+    with suppress(ValueError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def right_fields(answer: str, reference: str) -> dict[str, bool]:
+    """Whether each field of the reference is right in an answer, both as JSON objects; empty if the reference is none.
+
+    Example: right = list(map(right_fields, result.texts, result.evaluator.references))
+    """
+    given = json_object(without_thinking(answer)).items()
+    return {field: (field, value) in given for field, value in json_object(reference).items()}
 
 
 @dataclass(frozen=True)

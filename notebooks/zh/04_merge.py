@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 04 · 合并模型，看微调有没有用
 #
-# LoRA 适配器不能单独使用，必须和基座模型一起加载。合并后的模型可以单独使用，任何推理服务都能加载。合并就是算出 B·A，加到未量化的基座权重上；逐个权重读、算、写，所以 7B 也只占很少内存。
+# LoRA 适配器不能单独使用，必须和基座模型一起加载。*合并*（merge）就是算出 B·A，加到未量化的基座权重上；合并后的模型可以单独使用，任何推理服务都能加载。逐个权重读、算、写，所以 7B 也只占很少内存。
 #
 # 学完这一课，你会得到
 #
@@ -18,7 +18,7 @@
 # - 基座模型和合并后的模型在同一个验证集上的分数，每个分数都带置信区间；
 # - 一个结论：微调有没有用（答案可以是“没有”），以及一份 HTML 报告。
 #
-# 自带的小模型在 2 核 CPU 上约需一分钟。7B 模型需要 16 GB 磁盘，合并时总共占 2 GB 内存。
+# 自带的小模型在 2 核 CPU 上约需两分钟。7B 模型需要 16 GB 磁盘，合并时总共占 2 GB 内存。
 
 # %% [markdown]
 # 先选定语言：课程打印的文字和报错都用中文。英文版是 `notebooks/` 里同名的 notebook。
@@ -84,35 +84,72 @@ tuned = PeftModel.from_pretrained(base, lesson.run.adapter)
 # 从验证集取一个问题，看带适配器的模型怎么答；下面会拿同一个问题问合并后的模型。
 
 # %%
+import torch
 from nbutils import data
 
 train_rows, eval_rows = data.load(lesson.run.data)
-*_, question, reference = eval_rows[0]["messages"]
-[from_adapter] = evaluation.answer_rows(tuned, tokenizer, eval_rows[:1])
-print("问题    ", question["content"])
+[row, *_] = data.own_language_first(eval_rows)
+*asked, reference = row["messages"]
+[from_adapter] = evaluation.answer_rows(tuned, tokenizer, [row])
+print("问题    ", asked[-1]["content"])
 print("参考答案", reference["content"])
 print("适配器  ", from_adapter)
 
 # %% [markdown]
-# ## 手工合并一个权重
-#
-# 带适配器的层计算 W·x + scale · B·(A·x)，这等于 (W + scale · B·A)·x，所以可以用括号里的和代替 W。下面对第一个这样的层算一遍，再和 PEFT 自己的 `get_delta_weight` 比一比。（这是 LoRA。DoRA 还要缩放这个和的每一行，下面的合并也支持。）
+# 回答是一个 token 一个 token 生成的。在每个位置，模型给词表里的每个 token 一个*概率*：最后一层输出的数叫 logits，做一次 softmax 就得到概率。下面沿着这个回答，把每个位置的概率都算出来：先带适配器算一遍，再用 PEFT 的 `disable_adapter` 关掉适配器算一遍。稍后和合并后的模型放在一起看。
 
 # %%
+prompt = tokenizer.apply_chat_template(asked, tools=row.get("tools"), tokenize=False, add_generation_prompt=True)
+before, whole = (
+    tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids for text in (prompt, prompt + from_adapter)
+)
+answer = whole[0, before.shape[1]:]
+
+
+def next_tokens(model):
+    with torch.inference_mode():
+        logits = model(whole.to(model.device), logits_to_keep=len(answer) + 1).logits
+    return logits[0].float().softmax(-1).cpu()
+
+
+predicted = {"adapter": next_tokens(tuned)}
+with tuned.disable_adapter():
+    predicted["base"] = next_tokens(tuned)
+
+# %% [markdown]
+# ## 练习：合并一个权重
+#
+# 带适配器的层计算 W·x + scale · B·(A·x)：前一项来自权重 W，后一项是适配器加上去的。这等于 (W + scale · B·A)·x，所以可以用括号里的和代替 W。请给第一个这样的层算出这个和。在 torch 里，`@` 是矩阵乘法，`*` 是逐个元素相乘。（这是 LoRA。DoRA 还要缩放这个和的每一行，下面的合并也支持。）
+
+# %% tags=["exercise"]
+from nbutils import exercises
+
 name, layer = next((name, module) for name, module in tuned.named_modules() if getattr(module, "lora_A", None))
 weight = name.removeprefix("base_model.model.") + ".weight"
 W = merging.read_weight(lesson.model, weight)  # 从磁盘读，未量化
 A, B = (matrix["default"].weight.float().cpu() for matrix in (layer.lora_A, layer.lora_B))
 scale = layer.scaling["default"]
-by_hand = W + scale * (B @ A)
-print(f"{weight}：W {tuple(W.shape)} + {scale:g} · B {tuple(B.shape)} · A {tuple(A.shape)}")
-delta = layer.get_delta_weight("default").float().cpu()
-print(f"和 PEFT 的乘积最多相差 {(delta - scale * (B @ A)).abs().max():.2g}")
+print(f"{weight}：W {tuple(W.shape)}，B {tuple(B.shape)}，A {tuple(A.shape)}，scale {scale:g}")
+my_merged = None
+lesson.check(exercises.merged_weight, my_merged, W, A, B, scale)
+
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# ```python
+# my_merged = W + scale * (B @ A)
+# ```
+#
+# A 和 B 都是细长的矩阵，乘积 `B @ A` 却和 W 一样大：所以适配器文件很小。
+#
+# </details>
 
 # %% [markdown]
 # ## 合并
 #
-# 现在合并全部权重。`merge_adapter` 用 float32 计算这些和，每个只舍入一次，算完一个就写一个到磁盘。不会留下半个模型；这个适配器已经合并过的话，直接沿用。
+# 现在合并全部权重。`merge_adapter` 用 float32 计算这些和，每个只舍入一次，算完一个就写一个到磁盘。不会留下半个模型；这个适配器已经合并过的话，直接沿用。推理服务要用的文件都在这个目录里：权重、配置、tokenizer、对话模板、生成配置。`complete.json` 最后才写，记录这个模型由什么合并而来。
+#
+# 练习里的那个权重，这里对比三份：手工算的，用 PEFT 自己的 `get_delta_weight` 算的，还有写进文件的（按文件的 dtype 舍入）。（合并到反量化的基座模型上时，手工算的和文件里的之差，就是 4 bit 丢掉的部分。）
 
 # %%
 dtype = lesson.profile.from_pretrained.dtype
@@ -121,18 +158,15 @@ gib = merging.size_gib(lesson.model, lesson.run.adapter, dtype)
 folder = merging.choose_folder(lesson.run, lesson.scratch, gib)
 merge = merging.merge_adapter(lesson.model, lesson.run.adapter, folder, dtype=dtype, onto=MERGE_ONTO, quantization=four_bit)
 print(merge)
-
-# %% [markdown]
-# 我们手工算的权重在里面吗？写进去的应该就是刚才的和，按同样的 dtype 舍入。（合并到反量化的基座模型上时，两者之差就是 4 bit 丢掉的部分。）
-
-# %%
-import torch
-
+print(*sorted(file.name for file in folder.iterdir()), sep=", ")
+by_hand = W + scale * (B @ A)
+by_peft = W + layer.get_delta_weight("default").float().cpu()
 written = merging.read_weight(folder, weight)
-print(f"最大的差：{(written - by_hand.to(getattr(torch, dtype)).float()).abs().max():.2g}")
+print(f"手工算的和 PEFT 的最多相差   {(by_peft - by_hand).abs().max():.2g}")
+print(f"手工算的和文件里的最多相差   {(written - by_hand.to(getattr(torch, dtype)).float()).abs().max():.2g}")
 
 # %% [markdown]
-# 在内存里，PEFT 一次调用就能合并：`merge_and_unload` 把每个乘积加到对应的权重上，再去掉适配器的层。用 16 bit 时要舍入两次，先是乘积，再是和。像这里一样用 float32 算、最后只舍入一次，结果就和我们的目录逐位相同。这要在内存里放两个完整的模型，所以空闲内存不够，或者两个模型超过 8 GiB（约 10 亿参数以上）时跳过。（设了 `MERGE_ONTO = "dequantized"` 时，这里合并过的权重也会不同。）
+# 在内存里，PEFT 一次调用就能合并：`merge_and_unload` 把每个乘积加到对应的权重上，再去掉适配器的层。用 16 bit 时要舍入两次，先是乘积，再是和。像这里一样用 float32 算、最后只舍入一次，结果就和我们的目录逐位相同。这要在内存里放两个完整的模型，所以空闲内存不够，或者两个模型超过 8 GiB（约 10 亿参数以上）时跳过。这里数的是模型的全部张量，适配器没有改动的也算在内。（设了 `MERGE_ONTO = "dequantized"` 时，这里合并过的权重也会不同。）
 
 # %%
 from nbutils import platforms
@@ -154,27 +188,56 @@ else:
     print(f"跳过：两个 float32 的模型要 {gib:.1f} GiB 内存")
 
 # %% [markdown]
-# 推理服务要用的文件都在这个目录里：权重、配置、tokenizer、对话模板、生成配置。`complete.json` 最后才写，记录这个模型由什么合并而来。
-
-# %%
-for file in sorted(folder.iterdir()):
-    print(f"{file.stat().st_size / 1e3:12,.1f} kB  {file.name}")
-
-# %% [markdown]
 # ## 再问同一个问题
 #
-# 合并后的模型和普通模型一样加载，不需要 PEFT。先从内存里清掉旧模型。`placement.load` 调用 `AutoModelForCausalLM.from_pretrained(folder, **placement.loading)`，并留住这一个模型，后面的单元格就不用再加载。
+# 合并后的模型和普通模型一样加载，不需要 PEFT。先从内存里清掉旧模型。`placement.load` 调用 `AutoModelForCausalLM.from_pretrained(folder, **placement.loading)`，并留住这一个模型，后面的单元格就不用再加载。图里是最可能的下一个 token：取基座模型和适配器第一次想法不同的位置，往往就是回答的开头。
 
 # %%
+from nbutils import figures
+
 del base, tuned, layer
-[from_merged] = evaluation.answer_rows(placement.load(folder), tokenizer, eval_rows[:1])
+[from_merged] = evaluation.answer_rows(placement.load(folder), tokenizer, [row])
 print("适配器", from_adapter)
 print("合并后", from_merged)
+predicted["merged"] = next_tokens(placement.load(folder))
+place = int((predicted["adapter"].argmax(-1) != predicted["base"].argmax(-1)).int().argmax())  # 没有不同就是 0
+top = (predicted["adapter"] + predicted["base"])[place].topk(5).indices
+labels = {"base": "基座", "adapter": "适配器", "merged": "合并后"}
+bars = {
+    repr(tokenizer.decode(token)): {label: float(predicted[name][place, token]) for name, label in labels.items()} for token in top
+}
+so_far = tokenizer.decode(answer[:place])[-50:]
+figures.bars(bars, f"下一个 token，前面是：{so_far or '问题'}", "概率", stacked=False, path=lesson.run.logs / "next_token.png")
+
+# %% [markdown]
+# ## 练习：KL 散度
+#
+# 两个预测相差多远？*KL 散度*用一个数来回答：对所有 token 求 p · ln(p / q) 的和，单位是*奈特*（nat，用自然对数时的单位）。两边给每个 token 的概率都相同，它就是 0。这里 p 是合并后的模型在这个位置的预测，q 是基座模型的预测：图里的五个 token，其余 token 合起来算第六个。请算出来；`math.log` 就是自然对数。
+
+# %% tags=["exercise"]
+import math
+
+p, q = (predicted[name][place, top].tolist() for name in ("merged", "base"))
+p, q = ([*five, max(1e-6, 1 - math.fsum(five))] for five in (p, q))
+print("p（合并后）和 q（基座）：", *(f"{a:<8.3g} {b:.3g}" for a, b in zip(p, q, strict=True)), sep="\n")
+my_kl = None
+lesson.check(exercises.kl, my_kl, p, q)
+
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# ```python
+# my_kl = sum(p[i] * math.log(p[i] / q[i]) for i in range(len(p)))
+# ```
+#
+# 每个对数都用 p 加权：合并后的模型认为可能的 token，影响最大。p 和 q 互换，结果就不一样。
+#
+# </details>
 
 # %% [markdown]
 # ## 证明
 #
-# 回答一样，不等于合并没出错。所以每个权重都抽几行，用基座模型和适配器重新算一遍。再让带适配器的模型和合并后的模型在约 200 个位置上预测下一个 token，比较概率最高的 256 个 token 的概率。两者的距离（KL 散度，单位是 nats/token）在模型相同时为 0；有舍入误差时是一个很小的数，见“是同一个模型”那一行。第一行用来对照：微调让模型变了多少。
+# 回答一样，不等于合并没出错。所以每个权重都抽几行，用基座模型和适配器重新算一遍。再让带适配器的模型和合并后的模型在约 200 个位置上预测下一个 token，比较概率最高的 256 个 token 的概率。两者的距离（还是 KL 散度，单位是 nat/token）在模型相同时为 0；有舍入误差时是一个很小的数，见“是同一个模型”那一行。第一行用来对照：微调让模型变了多少。
 #
 # QLoRA 的适配器是在 4 bit 的基座模型上训练的，而合并后的模型没有量化。这一步也会改变预测，通常只变一点，见“4 bit 的代价”那一行。想避免，就设 `MERGE_ONTO = "dequantized"`，这样合并用的模型就和训练时一样，只有 4 bit 的精度。如果合并后的模型和带适配器的模型对不上，这一课停在这里。未量化的模型放不进内存或显存时，只靠权重来证明。
 
@@ -189,30 +252,12 @@ print(proof)
 # ## 微调前后
 #
 # 基座模型和合并后的模型回答验证集里同样的问题，temperature 为 0。这些问题都没有参与训练，第 03 课只用其中一部分来挑最好的一步。另有一小组通用问题，看通用能力。回答一边生成一边保存，中断后可以接着做。
-
-# %%
-comparison = evaluation.compare_models(lesson.run, lesson.profile, placement, folder, model_name=lesson.model_name)
-
-# %% [markdown]
+#
 # 先读六个回答，再相信数字。打勾表示和参考答案完全一致。
 
 # %%
+comparison = evaluation.compare_models(lesson.run, lesson.profile, placement, folder, model_name=lesson.model_name)
 comparison.show_answers(6)
-
-# %% [markdown]
-# ## 练习
-#
-# 根据刚才读到的回答猜一猜：合并后的模型在验证集的全部问题里，有多大比例答得和参考答案完全一致？把 0 到 1 之间的数填进 `my_guess`，运行单元格，误差在 0.1 以内算对。
-
-# %%
-my_guess = None
-share = comparison.tuned.mean("exact_match")
-if my_guess is None:
-    print("[待做] 数一数上面的勾，再把 0 到 1 之间的数填进 my_guess")
-elif abs(my_guess - share) > 0.1:
-    print(f"[待做] 你猜的是 {my_guess}，实际比这个{'大' if my_guess < share else '小'}：在上面的单元格里显示 20 个回答，再猜一次")
-else:
-    print(f"[ OK ] 你猜的是 {my_guess}，实际是 {share:.2f}，相差不超过 0.1")
 
 # %% [markdown]
 # ## 三种分数
@@ -221,21 +266,15 @@ else:
 # - *字符 F1*：和参考答案有多少字符相同（按字符而不按词算，这样中文也适用）；
 # - *损失*：参考答案平均每个 token 的 -ln p（单位 nat）；越低，模型越认可参考答案。
 #
-# 括号里是 95 % 置信区间。`p` 是假设微调没有带来任何变化时，出现至少这么大的差异的概率。
+# 括号里是 95 % *置信区间*：换一批同类的问题再测，分数多半还落在这个范围里。`p` 是 *p 值*：假设微调没有带来任何变化，出现至少这么大的差异的概率。p 很小，差异就不太可能只是随机波动（统计显著）。
 
 # %%
 comparison.show_scores("exact_match", "character_f1", "loss")
 
 # %% [markdown]
-# 同样的内容画成图：点是均值，线段是置信区间。两个置信区间不重叠，差异不太可能只是随机波动。
-
-# %%
-comparison.plot("exact_match", "character_f1", "loss")
-
-# %% [markdown]
 # ## 有没有灾难性遗忘？
 #
-# 微调之后，模型原有的能力可能下降，这叫灾难性遗忘。先看两个通用问题的回答，再看全部通用问题上困惑度（perplexity）的比值：接近 1 就是什么也没忘。（自带的小模型只懂那家小店，微调之后不管问什么都按工单格式回答。）
+# 微调之后，模型原有的能力可能下降，这叫*灾难性遗忘*（catastrophic forgetting）。先看两个通用问题的回答，再看全部通用问题上困惑度的比值。*困惑度*（perplexity）是损失的另一种写法，即 e 的“损失”次方：好比模型每一步要在这么多个同样可能的 token 里选一个。比值接近 1 就是什么也没忘。（自带的小模型只懂那家小店，微调之后不管问什么都按工单格式回答。）
 
 # %%
 comparison.show_answers(2, general=True)
@@ -253,6 +292,105 @@ print(comparison.verdict)
 print(f"报告：{comparison.page}")
 
 # %% [markdown]
+# ## 三次失败的训练
+#
+# 你的训练本来就该成功，第 03 课的几次小训练则是故意做坏的：一次步数太少；一次只有五条样本，模型把它们背了下来；一次用的是*打乱*的回答，答非所问。这里用自带示例数据的 40 个验证问题，按同样的办法给它们下结论。（缺哪一次，现在就补训练。）请看最后一次：损失从 8 以上降到 0.5 左右，字符 F1 也提高了。再看它的结论。
+
+# %%
+judged = evaluation.compare_practice(lesson.run.path / "practice")
+for run in judged.values():
+    print(f"{run.title}：损失 {run.tuned.mean('loss'):.2f}，完全一致 {run.tuned.mean('exact_match'):.0%}，{run.verdict.outcome}")
+shuffled = judged["shuffled answers"]
+shuffled.show_scores("loss", "character_f1", "exact_match", "content")
+print(shuffled.verdict)
+
+# %% [markdown]
+# ## 练习：最常见的错误
+#
+# 步数太少的那次训练是有用的，但仍有将近一半的回答不对。错了多少，看分数就知道；错在哪里，只有读了才知道。先读几个错误的回答。工单里哪个字段最常出错？`right` 记录每个回答的每个字段对不对，下面打印了第一个。（JSON 格式坏掉的回答，所有字段都算错。）把所有回答都数一遍，把字段名填进 `my_field`。
+
+# %% tags=["exercise"]
+from nbutils import display
+from nbutils.evaluation import scores
+
+short = judged["too short"].tuned
+questions = [messages[-1]["content"] for messages in short.evaluator.questions]
+answers = data.own_language_first(zip(questions, short.evaluator.references, short.texts, strict=True))
+errors = [{"问题": asked, "参考答案": wanted, "回答": given} for asked, wanted, given in answers if given.strip() != wanted]
+display.show_table(errors[:8])
+right = list(map(scores.right_fields, short.texts, short.evaluator.references))
+print(right[0])
+my_field = None
+lesson.check(exercises.commonest_error, my_field, right)
+
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# ```python
+# errors_of = {field: sum(not fields[field] for fields in right) for field in right[0]}
+# my_field = max(errors_of, key=errors_of.get)
+# ```
+#
+# 改进模型也是这样做：找出最常见的错误，针对它补一些答案正确的样本，再训练一次。
+#
+# </details>
+
+# %% [markdown]
+# 同样的内容画成图：几次小训练，加上你自己合并后的模型。所有字段都对，才算完全一致。如果你的模型的回答不是带这些字段的 JSON，图里就没有它。
+
+# %%
+from statistics import mean
+
+
+def shares(result):
+    right = list(map(scores.right_fields, result.texts, result.evaluator.references))
+    by_field = {field: mean(fields.get(field, False) for fields in right) for field in right[0]}
+    return {"完全一致": result.mean("exact_match"), **by_field}
+
+
+by_run = {run.title: shares(run.tuned) for run in [*judged.values(), comparison]}
+if right[0].keys() - by_run[comparison.title]:
+    del by_run[comparison.title]
+    print(f"你的模型的回答没有这些字段；完全一致 {comparison.tuned.mean('exact_match'):.0%}")
+figures.bars(by_run, "答对的比例：整条和各个字段", "比例", stacked=False, path=lesson.run.logs / "fields.png")
+
+# %% [markdown]
+# ## 手工算一个置信区间
+#
+# 步数太少的那次训练，“完全一致”的比例是用 40 个问题测出来的，有多可靠？从 40 个回答里随机抽 40 次，抽完放回，所以有的会抽到两次，有的一次也抽不到；每抽一组算一次分数，重复 2,000 组。中间 95 % 的分数就是置信区间。这种方法叫 *bootstrap*（自助法）。F1 和损失的区间，课程就是这样算的；比例的区间用 Wilson 公式，结果几乎相同。
+
+# %%
+import random
+
+matches = short.scores["exact_match"]  # 答对是 1，否则是 0
+random.seed(0)
+drawn = sorted(mean(random.choices(matches, k=len(matches))) for _ in range(2000))
+print(f"手工算  {mean(matches):.3f} [{drawn[50]:.3f}, {drawn[1949]:.3f}]")
+print(f"nbutils {short.estimate('exact_match').text()}")
+
+# %% [markdown]
+# ## 思考题
+#
+# 为什么只凭损失变低，不能说明微调有用？把 `"a"`、`"b"` 或 `"c"` 填进 `my_choice`。
+#
+# - **a**：因为损失和回答不是在同一批样本上测的
+# - **b**：因为损失变低可能只是碰巧，它又没有置信区间
+# - **c**：因为模型哪怕只学会了回答的样子，损失也会降低
+
+# %% tags=["exercise"]
+my_choice = None
+lesson.check(exercises.quiz, my_choice, lesson.stem)
+
+# %% [markdown]
+# <details><summary>参考答案</summary>
+#
+# ```python
+# my_choice = "c"
+# ```
+#
+# </details>
+
+# %% [markdown]
 # ## 现在你有了
 #
 # - 合并后的模型，带 tokenizer、对话模板和生成配置（generation config）；
@@ -260,6 +398,7 @@ print(f"报告：{comparison.page}")
 # - 基座模型和合并后的模型在同一个验证集上的分数，每个分数都带置信区间；
 # - 一个结论：微调有没有用（答案可以是“没有”），以及一份 HTML 报告。
 #
-# 留两个问题给你：为什么只凭损失变低，不能说明微调有用？要找出模型还会答错什么，你会往验证集里加哪些问题？第 05 课把模型部署为服务。
+# 第 05 课把模型部署为服务。
+
 # %%
 lesson.finish(merge, proof, comparison)
