@@ -426,15 +426,14 @@ lesson.check(exercises.easy_sentence, my_sentence, losses_of)
 # %% [markdown]
 # <details><summary>Solution</summary>
 #
-# With the course's text `"I want to buy 13 bags of corn."` is easy. Easy for any model is what it would write itself:
+# With the course's text `"I want to buy 13 bags of corn."` is easy. The loss of `"We sell cars in Berlin."` is much higher: the model may know the
+# words, but it never read them in such places. Easy for any model is what it would write itself:
 #
 # ```python
 # start = torch.tensor([[separator]], device=model.device)
 # written = model.generate(start, min_new_tokens=12, max_new_tokens=12, do_sample=False, pad_token_id=separator)
 # my_sentence = tokenizer.decode(written[0, 1:])
 # ```
-#
-# `losses_of("We sell cars in Berlin.")` is much higher: the single words may be known, but none of them was ever read in such a place.
 #
 # </details>
 

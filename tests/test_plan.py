@@ -776,7 +776,7 @@ def bytes_on_a_card(recipe: Recipe) -> dict[str, float]:
 
 def test_ddp_divides_nothing() -> None:
     alone = parts(SEVENTY, Recipe(gradient_accumulation_steps=2))
-    assert list(alone) == ["weights", "adapters", "optimizer", "activations", "logits", "workspace"]
+    assert list(alone) == ["weights", "adapters", "gradients", "optimizer", "activations", "logits", "workspace"]
     assert parts(SEVENTY, Recipe(gradient_accumulation_steps=2, cards=8)) == alone
 
 
@@ -787,7 +787,8 @@ def test_fsdp_qlora_divides_weights_adapters_and_optimizer_by_the_cards() -> Non
     expected = {
         "weights": (LINEAR_72B / 2 + OTHERS_72B * 2) / 4 + scales,
         "gathered": 2 * HEAD_72B,  # two layers are smaller than the head
-        "adapters": ADAPTERS_72B * 4 / 4 + ADAPTERS_72B * 4,
+        "adapters": ADAPTERS_72B * 4 / 4,
+        "gradients": ADAPTERS_72B * 4,
         "optimizer": ADAPTERS_72B * 8 / 4,
         "activations": alone["activations"],
         "logits": alone["logits"],
@@ -1022,14 +1023,18 @@ def test_lesson_06_shows_speed_by_cards_and_an_exercise_that_can_be_answered(cap
     text = capsys.readouterr().out
     assert re.search(r"ddp\nGPUs .*\n1 .* 0\.00 s", text)
     held = names["held"]
-    assert sum(held["FSDP, each of 4"].values()) < limit_gib(gpus.find("RTX 4090")) < sum(held["DDP, each of 4"].values())
+    assert (
+        sum(held["FSDP, each of 4"].values()) < limit_gib(gpus.find("RTX 4090")) < sum(held["DDP, each of 4"].values())
+    )
     efficiency = names["efficiency"]
     assert min(efficiency["ddp"].values()) > 0.9
     assert efficiency["fsdp_qlora"][4] > 0.5 > efficiency["fsdp_qlora"][8], "8 is the answer in the solution"
     assert names["speeds"]["fsdp_qlora"][16] < names["speeds"]["fsdp_qlora"][8], "and 16 are slower"
 
 
-TABLE_ROW = re.compile(r"\| (Qwen2\.5-\w+) \| (?:(\d+) x )?(\d+) \| ([\d.]+) \(.*\) \| ([\d.]+) \(.*\) \| ([\d.]+) \(.*\) \|")
+TABLE_ROW = re.compile(
+    r"\| (Qwen2\.5-\w+) \| (?:(\d+) x )?(\d+) \| ([\d.]+) \(.*\) \| ([\d.]+) \(.*\) \| ([\d.]+) \(.*\) \|"
+)
 
 
 @pytest.mark.parametrize("page", ["docs/clusters.md", "docs/zh/clusters.md"])

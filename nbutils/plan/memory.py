@@ -149,7 +149,7 @@ def _by_strategy(shape: Shape, recipe: Recipe) -> dict[str, float]:
     cards = 1 if recipe.engine == "ddp" else recipe.cards
     sizes["adapters"] = trained * ADAPTER / cards
     if recipe.gradient_accumulation_steps > 1:
-        sizes["adapters"] += trained * GRADIENT
+        sizes["gradients"] = trained * GRADIENT
     sizes["optimizer"] = trained * recipe.moment_bytes / cards
     if recipe.engine.startswith("zero"):
         sizes["bucket"] = BUCKET * recipe.number_bytes

@@ -243,12 +243,14 @@ lesson.check(exercises.half_efficiency, my_gpus, efficiency[fsdp])
 # </details>
 
 # %% [markdown]
-# 画成图，每个点旁边是效率。适配器很小，所以 DDP 即使走慢网络，也贴着理想线。FSDP 要传整个模型：只在一块 GPU 放不下时才用，而且需要快的连接。GPU 越多，训练完得越早，但不会更便宜。
+# 画成图，每个点旁边是 GPU 数和效率。适配器很小，所以 DDP 即使走慢网络，速度也几乎不打折。FSDP 要传整个模型：只在一块 GPU 放不下时才用，而且需要快的连接。GPU 越多，训练完得越早，但不会更便宜。
 
 # %%
-points = {name: {f"{share:.0%} ({cards})": (cards, speeds[name][cards]) for cards, share in shares.items()} for name, shares in efficiency.items()}
-ideal = {"": (1, rate), " ": (64, 64 * rate)}
-figures.dots({"理想": ideal, **points}, f"{shape.name}：不同 GPU 数的速度和效率", "GPU 数", "tokens/s", log="xy")
+points = {"ddp": {}, fsdp: {}}
+for name, shares in efficiency.items():
+    for cards, share in shares.items():
+        points[name][f"{cards}: {share:.0%}" if cards > 1 else ""] = cards, speeds[name][cards]
+figures.dots(points, f"{shape.name}：不同 GPU 数的速度和效率", "GPU 数", "tokens/s", log="xy")
 
 # %% [markdown]
 # 算得准不准？拿自己的比较来检验：N 个进程各算单个进程的 N 分之一，再走 PCIe 通信。在两块 GPU 上，`TRIAL_STEPS` 够大时两个数应该接近（头几步会慢一些）。在 CPU 上对不上很正常。在 H200 上测过什么、没测过什么，见 [benchmarks/README.md](../../benchmarks/README.md)。

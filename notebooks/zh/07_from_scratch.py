@@ -172,7 +172,7 @@ lesson.check(exercises.token_counts, my_counts, sentences, tokenizer)
 # my_counts = [len(tokenizer.tokenize(sentence)) for sentence in sentences]
 # ```
 #
-# 用课程的文本时，中文这句 39 个字节，英文那句 52 个字节，中文的 token 反而更少：文本里的常用词各自成了一个 token，例如 `苹果`。如果 tokenizer 只在英文上训练过，一个汉字就要两三个 token。
+# 用课程的文本时，中文这句 39 个字节，英文那句 52 个字节，中文的 token 反而更少：文本里的常用词各自成了一个 token，例如“苹果”。如果 tokenizer 只在英文上训练过，一个汉字就要两三个 token。
 #
 # </details>
 
@@ -244,7 +244,7 @@ recipe = {
     "load_best_model_at_end": True,
 }
 profile = pretraining.with_recipe(lesson.resolved, config, recipe, batch=BATCH, held_out=len(rows.eval))
-print(f"{profile.sft.max_steps:,} steps, {profile.sft.max_steps * BATCH / len(rows.train):.2g} epochs; learning rate {profile.sft.learning_rate:g}")
+print(f"{profile.sft.max_steps:,} 步，{profile.sft.max_steps * BATCH / len(rows.train):.2g} 轮；学习率 {profile.sft.learning_rate:g}")
 
 # %% [markdown]
 # 权重一开始是随机数；种子固定，每次的随机数就一样。训练时权重保持 float32，在 GPU 上矩阵乘法用 16 bit 计算。
@@ -387,15 +387,13 @@ lesson.check(exercises.easy_sentence, my_sentence, losses_of)
 # %% [markdown]
 # <details><summary>参考答案</summary>
 #
-# 用课程的文本训练，`"我要订5箱苹果，送到杭州。"` 就很容易。对任何模型都容易的，是它自己会写的话：
+# 用课程的文本训练，`"周六能送14袋盐到拉萨吗？我要下单。"` 就很容易，`"我们在柏林卖汽车。"` 的损失则要高得多：单个的词也许认识，但模型从没在这样的位置读到过。对任何模型都容易的，是它自己会写的话：
 #
 # ```python
 # start = torch.tensor([[separator]], device=model.device)
 # written = model.generate(start, min_new_tokens=12, max_new_tokens=12, do_sample=False, pad_token_id=separator)
 # my_sentence = tokenizer.decode(written[0, 1:])
 # ```
-#
-# 再看看 `losses_of("我们在柏林卖汽车。")`，要高得多：单个的词也许认识，但模型从没在这样的位置读到过。
 #
 # </details>
 
