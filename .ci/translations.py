@@ -94,7 +94,7 @@ def texts_in_data() -> set[str]:
     from nbutils.files import read_json
     from nbutils.models import find_shape
     from nbutils.plan import gpus
-    from nbutils.plan.memory import Recipe, terms
+    from nbutils.plan.memory import Recipe, parts
     from nbutils.serving import engine
 
     symptoms = [entry for part in diagnose.symptoms().values() for entry in part.values()]
@@ -109,8 +109,7 @@ def texts_in_data() -> set[str]:
     texts |= {*forecast.parts, *forecast.disk_gib, *plan.fits_table(["T4"])[0]}
     for name, model in product(distributed.STRATEGIES, ("tiny", "Qwen2.5-72B")):
         method = distributed.STRATEGIES[name] or "qlora"
-        made = terms(find_shape(model), Recipe(method=method, engine=name, cards=2, gradient_accumulation_steps=4))
-        texts |= {*made, *(one.name for summands in made.values() for one in summands)}
+        texts |= {*parts(find_shape(model), Recipe(method=method, engine=name, cards=2))}
     texts -= {"", "GPU", "GiB", "tokens/s", "logits"}  # those are the same in Chinese
     texts |= {*get_args(data_texts.Kind), *data_texts.TODOS.values(), *build.LANGUAGES}
     texts |= {build.BUNDLED, "rows", *watch.STATES.values(), *notices.TITLES.values()}

@@ -13,6 +13,7 @@ from functools import cache
 from itertools import count
 from operator import mul, sub
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from nbutils.files import read_yaml
@@ -298,7 +299,64 @@ def many_at_once(answer: float, alone: float, together: float) -> Checked:
 # --- 06: several GPUs -------------------------------------------------------------------------------------------------
 
 
+def sent_bytes(answer: float, adapter_parameters: int, gpus: int) -> Checked:
+    """Lesson 06: the bytes that each GPU sends in a step with DDP, of float32 gradients in a ring."""
+    sent = 8 * adapter_parameters * (gpus - 1) / gpus
+    mistakes = {
+        tr("a number in float32 has 4 bytes, and there are two rounds"): sent / 2,
+        tr("a round has N - 1 turns, not N"): 8 * adapter_parameters,
+        tr("that is what all GPUs send together"): sent * gpus,
+    }
+    return near(answer, sent, 0.01, mistakes)
+
+
+def half_efficiency(answer: int, efficiency: Mapping[int, float]) -> Checked:
+    """Lesson 06: the smallest number of GPUs with an efficiency below a half; if there is none, twice the largest."""
+    none = 2 * max(efficiency)
+    smallest = min((gpus for gpus, share in efficiency.items() if share < 0.5), default=none)
+    mistakes = {
+        tr("with so many it is still a half or more"): smallest / 2,
+        tr("there is one in the table of FSDP"): none,
+    }
+    return near(answer, smallest, 0, mistakes)
+
+
 # --- 07: a model from scratch -----------------------------------------------------------------------------------------
+
+
+def token_counts(answer: Sequence[int], sentences: Sequence[str], tokenizer: Any) -> Checked:
+    """Lesson 07: how many tokens each sentence has."""
+    checks = []
+    for tokens, sentence in zip(answer, sentences, strict=True):
+        mistakes = {
+            tr("these are its characters"): len(sentence),
+            tr("these are its bytes"): len(sentence.encode()),
+            tr("these are its words"): len(sentence.split()),
+        }
+        checks.append(near(tokens, len(tokenizer.tokenize(sentence)), 0, mistakes))
+    told = joined((checked.text for checked in checks), ";")
+    return Checked(all(checked.right for checked in checks), told)
+
+
+def perplexity(answer: float, loss: float) -> Checked:
+    """Lesson 07: the perplexity of a loss."""
+    mistakes = {
+        tr("the logarithm in the loss is the natural one, of base e"): 2**loss,
+        tr("that is the loss itself"): loss,
+        tr("that is the probability of a token, 1 / perplexity"): math.exp(-loss),
+    }
+    return near(answer, math.exp(loss), 0.01, mistakes)
+
+
+def easy_sentence(answer: str, losses_of: Callable[[str], Sequence[float]]) -> Checked:
+    """Lesson 07: a sentence of one's own whose tokens, at least five, have a loss below 4 on average."""
+    losses = losses_of(answer)
+    if len(losses) < 5:
+        return wrong(tr("saw {tokens} tokens, expected five or more", tokens=len(losses)))
+    loss = fmean(losses)
+    if loss < 4:
+        return right(tr("saw a loss of {loss:.2f}", loss=loss))
+    return wrong(tr("saw a loss of {loss:.2f}, {more:.2f} too much: try words of the texts", loss=loss, more=loss - 4))
 
 
 # --- 08: smaller files ------------------------------------------------------------------------------------------------
@@ -358,8 +416,8 @@ OF_LESSON: Mapping[str, Sequence[Check]] = {
     "03_qlora": (quiz,),
     "04_merge": (merged_weight, kl, commonest_error, quiz),
     "05_serve": (temperature, cache_bytes, many_at_once, quiz),
-    "06_scale_out": (quiz,),
-    "07_from_scratch": (quiz,),
+    "06_scale_out": (sent_bytes, half_efficiency, quiz),
+    "07_from_scratch": (token_counts, perplexity, easy_sentence, quiz),
     "08_export": (quiz,),
     "09_benchmark": (highest_concurrency, server_gain, quiz),
     "99_when_it_breaks": (named_curves, named_causes, quiz),

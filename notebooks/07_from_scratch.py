@@ -9,9 +9,10 @@
 # %% [markdown]
 # # 07 · A base model of your own, from scratch
 #
-# Fine-tuning starts from a model that already knows a language. This lesson makes such a base model: text, tokenizer, an
-# untrained network, and the trainer of lesson 03 around it. Without `DATA` the text is the course's own, and the result is a
-# smaller sister of the bundled tiny model; with `DATA` it is yours, for minutes or for a night on a GPU.
+# Fine-tuning starts from a base model, which already knows a language. It learned that in its *pre-training*: it read plain text, and
+# was trained to predict each next token. This lesson does the same on a small scale: text, tokenizer, an untrained network, and the
+# trainer of lesson 03 around it. Without `DATA` the text is the course's own, and the result is a smaller sister of the bundled tiny
+# model; with `DATA` it is yours, for minutes or for a night on a GPU.
 #
 # You will have
 #
@@ -46,7 +47,8 @@ if importlib.util.find_spec("nbutils") is None:
 # `DATA` names text files (`.txt`, `.md`), `.jsonl` or `.csv` with a column `text` (all these also as `.gz`), `.parquet` with such a column,
 # a folder of them, or a hub dataset (`owner/name`). Empty, it is the first `TEXTS` of the course's 20,000 texts. `TOKENIZER` names a model
 # whose tokenizer is used (`Qwen3-4B`, a hub name, a folder); empty, one of `VOCAB` tokens is trained on your text. `WIDTH` is a multiple
-# of 128. A step is `BATCH` rows of `LENGTH` tokens. `STEPS = 0` is one epoch of your text, or 300 steps of the course's. `SAVE_STEPS`,
+# of 128. A step is `BATCH` rows of `LENGTH` tokens. `STEPS = 0` is one *epoch*, in which every row is trained on once, or 300 steps of the
+# course's text. `SAVE_STEPS`,
 # `MAX_HOURS`, `RESUME` and `SET` are those of lesson 03.
 
 # %% tags=["parameters"]
@@ -94,9 +96,11 @@ for text in islice(texts, 4):
 # %% [markdown]
 # ## Tokenizer
 #
-# Byte-level BPE: start with the 256 bytes, then merge the most frequent pair of adjacent tokens, again and again, until there
-# are `VOCAB` tokens. Any text can be written with it; frequent words cost one token. A large vocabulary makes rows shorter and
-# the model larger: each token has its own row of `WIDTH` numbers. 2,048 suit the course's text, 16,000 to 32,000 a real one.
+# A *tokenizer* cuts text into tokens and gives each its number; the list of all tokens is its *vocabulary*. It is learned from text,
+# here by *BPE* (byte-pair encoding): start with the 256 bytes, then merge the most frequent pair of adjacent tokens into a new one, again
+# and again, until there are `VOCAB` tokens. Any text can be written with it; frequent words cost one token. A large vocabulary makes
+# rows shorter and the model larger: each token has its own row of `WIDTH` numbers. 2,048 suit the course's text, 16,000 to 32,000 a
+# real one.
 #
 # The library is `tokenizers`. A pre-tokenizer cuts the text into pieces, and only tokens of one piece are merged: Qwen's cuts at
 # spaces, punctuation and digits. The trainer counts and merges. Of your text it reads a sample of up to 50 MB.
@@ -139,6 +143,55 @@ else:
     )
 ids = tokenizer("Please send 3 boxes of apples to Hangzhou. 请周五送到杭州。")["input_ids"]
 print(len(tokenizer), "tokens;", [tokenizer.decode([i]) for i in ids])
+
+# %% [markdown]
+# What does BPE do to a sentence? Each letter is a byte at first (a space is written `Ġ`; a Chinese character is three bytes). Then
+# the merges are applied in the order in which they were learned. By hand: the first five that change this sentence, then all the others, and
+# whether the tokenizer cuts it in the same way.
+
+# %%
+from nbutils import display, figures
+
+sentence = "Send the tea to Hangzhou on Monday."
+pieces, table = list(sentence.replace(" ", "Ġ")), []
+for pair in [] if TOKENIZER else [["", ""], *learned["merges"]]:
+    merged = []
+    for piece in pieces:
+        if merged and [merged[-1], piece] == list(pair):
+            merged[-1] += piece
+        else:
+            merged.append(piece)
+    if len(table) < 6 and (not table or len(merged) < len(pieces)):
+        table.append({"merge": " + ".join(pair) if table else "-", "count": len(merged), "tokens": " | ".join(merged)})
+    pieces = merged
+display.show_table(table, text=display.aligned(table))
+print(f"{len(pieces)} tokens:", " | ".join(pieces), "- equal:", pieces == tokenizer.tokenize(sentence))
+
+# %% [markdown]
+# ## Exercise: tokens of two sentences
+#
+# How many tokens does your tokenizer make of an English and of a Chinese sentence that say the same thing? Guess first: your answer is a pair
+# such as `(20, 20)`, and the check says how near it is. Then count with `tokenizer.tokenize(...)`, which gives a list.
+
+# %% tags=["exercise"]
+from nbutils import exercises
+
+sentences = "Please send 3 boxes of apples to Hangzhou on Friday.", "请周五把三箱苹果送到杭州。"
+my_counts = None
+lesson.check(exercises.token_counts, my_counts, sentences, tokenizer)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_counts = [len(tokenizer.tokenize(sentence)) for sentence in sentences]
+# ```
+#
+# With the course's text the Chinese sentence, 39 bytes, needs fewer tokens than the English one, 52 bytes: words that are frequent in the
+# text became one token each, such as `苹果`. A tokenizer that was trained on English alone would need two or three tokens for each
+# Chinese character.
+#
+# </details>
 
 # %% [markdown]
 # The documents are laid end to end, with a separator after each, and cut into rows of `LENGTH` tokens: none is lost, none is
@@ -185,11 +238,13 @@ print(pretraining.shape_of(config))
 # %% [markdown]
 # ## The recipe, and what it takes
 #
-# Arguments of `SFTConfig`; `SET` replaces any of them. Wider models need a smaller learning rate, so it depends on the width. It rises
-# for a tenth of the steps (at most 100), then falls along a cosine; there are ten checkpoints. The table is a forecast from `plan`: for
-# your GPU, or, if you have none, for two that are rented often; *rows* is how many are computed at a time. A base model wants about 20
-# tokens for each parameter; with far fewer it learns the words but not the language, and after many epochs it learns your text by
-# heart.
+# Arguments of `SFTConfig`; `SET` replaces any of them. Wider models need a smaller learning rate, so it depends on the width. It rises for
+# a tenth of the steps, at most 100 (*warm-up*: large steps at the start would spoil random weights), then falls along a *cosine* curve to
+# 0, so that the last steps are small. *Weight decay* makes each weight a little smaller in every step, unless the text needs it large.
+#
+# The table is a forecast from `plan`: for your GPU, or, if you have none, for two that are rented often; *rows* is how many are computed at a
+# time. A base model wants about 20 tokens for each parameter; with far fewer it learns the words but not the language, and after many
+# epochs it learns your text by heart.
 
 # %%
 import math
@@ -219,6 +274,9 @@ print(f"{profile.sft.max_steps:,} steps, {profile.sft.max_steps * BATCH / len(ro
 # %% [markdown]
 # The weights are random numbers, and a seed makes them the same random numbers each time. They stay float32 while they are
 # trained; on a GPU the matrix products are computed in 16 bits.
+#
+# The *loss* is the mean of -log p, where p is the probability the model gave to the token that came next. An untrained model finds
+# all tokens about equally likely, so its loss is near log(vocabulary). By hand, and as `transformers` computes it when it is given labels:
 
 # %%
 import torch
@@ -226,40 +284,44 @@ from transformers import Qwen2ForCausalLM, set_seed
 
 set_seed(SEED)
 config._attn_implementation = "sdpa"
-model = Qwen2ForCausalLM(config).to(lesson.device)
+model = Qwen2ForCausalLM(config).to(lesson.device).eval()
 print(f"{model.num_parameters():,} parameters on {model.device}")
-
-# %% [markdown]
-# The loss is the mean of -log p, where p is the probability the model gave to the token that came next. An untrained model finds
-# all tokens about equally likely, so its loss is near log(vocabulary). Perplexity is e to the power of the loss: among how many
-# tokens the model hesitates.
-
-# %%
 row = torch.tensor([rows.eval[0]["input_ids"]], device=model.device)
 with torch.no_grad():
-    logits = model(input_ids=row).logits
-loss = torch.nn.functional.cross_entropy(logits[0, :-1].float(), row[0, 1:]).item()
-print(f"loss {loss:.2f}, perplexity {math.exp(loss):,.0f}; log({len(tokenizer)}) is {math.log(len(tokenizer)):.2f}")
+    output = model(input_ids=row, labels=row)
+log_p = output.logits[0, :-1].float().log_softmax(-1)  # of every token of the vocabulary, at each position but the last
+by_hand = -log_p[torch.arange(LENGTH - 1), row[0, 1:]].mean().item()  # of those that came next
+print(f"loss by hand {by_hand:.4f}, by transformers {output.loss.item():.4f}; log({len(tokenizer)}) is {math.log(len(tokenizer)):.4f}")
 
 # %% [markdown]
-# How does it continue a text before training? The prompts are the first 24 tokens of three held-out rows. `do_sample=False` takes the
-# most likely token each time, so the answer is always the same. It repeats one or two tokens.
+# How does it continue a text before training? First the probabilities of the next token after a few words, kept for later. Then the beginnings
+# of three held-out rows, 24 tokens each; `do_sample=False` takes the most likely token each time, so the answer is always the same. It
+# repeats one or two tokens.
 
 # %%
+def next_token_probabilities(text):
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], device=model.device)
+    with torch.no_grad():
+        return model.eval()(ids).logits[0, -1].float().softmax(-1)
+
+beginning = "Can you deliver on"
+untrained = next_token_probabilities(beginning)
 prompts = torch.tensor(rows.eval[:3]["input_ids"], device=model.device)[:, :24]
 options = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": 40, "do_sample": False, "pad_token_id": separator}
-before = tokenizer.batch_decode(model.eval().generate(prompts, **options)[:, prompts.shape[1] :])
+before = tokenizer.batch_decode(model.generate(prompts, **options)[:, prompts.shape[1] :])
 print(*map(repr, before), sep="\n")
 
 # %% [markdown]
 # ## Training
 #
-# The settings of lesson 03 with other values: AdamW with weight decay, a rate that warms up to its peak and falls along a cosine,
-# micro-batches that add up to `BATCH`. Nothing is packed, because every row is full already.
+# The settings of lesson 03 with the values above. Nothing is packed, because every row is full already. The callback of lesson 03 measures
+# the loss on held-out rows at each save, copies each checkpoint to the run folder and verifies it, ends the run before its time is up, and
+# stops when the held-out loss no longer falls.
 
 # %%
 from nbutils import tracking, training
-from trl import SFTConfig
+from transformers import EarlyStoppingCallback
+from trl import SFTConfig, SFTTrainer
 
 settings = SFTConfig(
     **dict(profile.sft) | {"max_length": None, "report_to": tracking.report_to(profile.sft, lesson.scratch)},
@@ -271,15 +333,6 @@ settings = SFTConfig(
     eval_on_start=True,
     **training.bookkeeping(lesson.scratch, SEED),
 )
-
-# %% [markdown]
-# The callback of lesson 03 measures the loss on held-out rows at each save, copies each checkpoint to the run folder and verifies it,
-# ends the run before its time is up, and stops when the held-out loss no longer falls.
-
-# %%
-from transformers import EarlyStoppingCallback
-from trl import SFTTrainer
-
 callback = pretraining.PretrainingCallback(
     rows, profile, run=lesson.run, folders=lesson.folders, started=lesson.started, max_hours=MAX_HOURS,
 )
@@ -295,36 +348,56 @@ print(callback.prepare(trainer))
 
 # %% [markdown]
 # Train. If the machine is taken away, run this notebook again, unchanged: it continues from its newest checkpoint that verifies,
-# with the rows in the same order.
+# with the rows in the same order. The curve begins near log(vocabulary) and falls while the model learns words, then sentences, then copying.
+# Where the training loss goes on falling and the held-out loss rises, the text is too short for the model.
 
 # %%
 result = training.train(trainer, callback, resume=RESUME)
 print(result)
-losses = [loss for _, loss in result.history["validation"]]
-print(f"perplexity on held-out rows: {math.exp(losses[0]):,.0f} -> {math.exp(min(losses)):,.1f}")
-
-# %% [markdown]
-# The curve begins near log(vocabulary) and falls while the model learns words, then sentences, then copying. Where the training
-# loss goes on falling and the held-out loss rises, the text is too short for the model.
-
-# %%
-from nbutils import display
-
 display.plot_losses(result.history, lesson.run.logs / "loss.png", title="Pre-training loss")
 
 # %% [markdown]
-# The same texts again. A short run learns the style but not yet the facts; more text, steps, width and depth help.
+# ## Exercise: perplexity
+#
+# *Perplexity* is e to the power of the loss. It says among how many tokens, all equally likely, the model might as well choose. Which
+# perplexity belongs to the lowest loss on held-out rows? (`math.exp(x)` is e to the power of x.)
+
+# %% tags=["exercise"]
+losses = [loss for _, loss in result.history["validation"]]
+print(f"held-out loss: {losses[0]:.3f} before the training, {min(losses):.3f} at best")
+my_perplexity = None
+lesson.check(exercises.perplexity, my_perplexity, min(losses))
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_perplexity = math.exp(min(losses))
+# ```
+#
+# Before the training it was about the size of the vocabulary: every token was possible. A model that always knew the next token
+# would have a perplexity of 1.
+#
+# </details>
+
+# %% [markdown]
+# The same texts again, and the same few words: how likely are the five tokens that the model now finds likeliest, before the training and after
+# it? A short run learns the style but not yet the facts; more text, steps, width and depth help.
 
 # %%
 after = tokenizer.batch_decode(model.eval().generate(prompts, **options)[:, prompts.shape[1] :])
 asked = tokenizer.batch_decode(prompts)
-display.show_table([{"text": a, "before": repr(b), "after": repr(c)} for a, b, c in zip(asked, before, after, strict=True)])
+display.show_table([{"text": a, "before": repr(b), "after": repr(c.split(tokenizer.decode([separator]))[0])} for a, b, c in zip(asked, before, after, strict=True)])
+trained = next_token_probabilities(beginning)
+likeliest = {repr(tokenizer.decode([i])): {"before": untrained[i].item(), "after": trained[i].item()} for i in trained.topk(5).indices.tolist()}
+figures.bars(likeliest, f"The next token after “{beginning}”", "probability", stacked=False)
 
 # %% [markdown]
 # ## Save
 #
-# Weights in bfloat16, tokenizer with its chat template, in a folder that gets its name once it is complete. Lesson 03 fine-tunes this folder like any other base model, with this path as
-# `MODEL`. What it can learn there depends on what it read here: a model that has never seen a dialogue needs more rows.
+# Weights in bfloat16, tokenizer with its chat template, in a folder that gets its name once it is complete. Lesson 03 fine-tunes this
+# folder like any other base model, with this path as `MODEL`. What it can learn there depends on what it read here: a model that has never
+# seen a dialogue needs more rows.
 
 # %%
 from nbutils import disk, files
@@ -336,19 +409,56 @@ with files.complete_folder(folder, result.stamp()) as place:
 print(f"{folder}: {disk.folder_gib(folder) * 1024:.1f} MiB")
 
 # %% [markdown]
-# ## Exercise
+# ## Exercise: an easy sentence
 #
-# Write a sentence of at least five tokens that your model finds easy: a loss below 4.0. Which words does it know well?
+# Write a sentence of at least five tokens that your model finds easy: a loss below 4.0. Which words does it know well, and in which order?
+# To copy from the texts above is fine, and to change a word then shows what it costs. `losses_of` gives the loss of each token.
 
-# %%
-sentence = ""
-ids = torch.tensor([[separator, *tokenizer(sentence, add_special_tokens=False)["input_ids"]]], device=model.device)
-with torch.no_grad():
-    saw = trainer.model(input_ids=ids, labels=ids).loss.item()
-good = ids.shape[1] > 5 and saw < 4.0
-found = f"{sentence!r} with a loss of {saw:.2f}" if sentence else "no sentence yet"
-hint = ": try words from the texts above" if sentence and not good else ""
-print(f"[{' OK ' if good else 'todo'}] exercise: saw {found}, expected one with a loss below 4.0{hint}")
+# %% tags=["exercise"]
+def losses_of(text):
+    ids = torch.tensor([[separator, *tokenizer(text, add_special_tokens=False)["input_ids"]]], device=model.device)
+    logits = trainer.model(input_ids=ids).logits[0, :-1].float()
+    return torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").tolist()
+
+my_sentence = None
+lesson.check(exercises.easy_sentence, my_sentence, losses_of)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# With the course's text `"I want to buy 13 bags of corn."` is easy. The loss of `"We sell cars in Berlin."` is much higher: the model may know the
+# words, but it never read them in such places. Easy for any model is what it would write itself:
+#
+# ```python
+# start = torch.tensor([[separator]], device=model.device)
+# written = model.generate(start, min_new_tokens=12, max_new_tokens=12, do_sample=False, pad_token_id=separator)
+# my_sentence = tokenizer.decode(written[0, 1:])
+# ```
+#
+# </details>
+
+# %% [markdown]
+# ## Question
+#
+# Two models read the same text. One has a vocabulary of 2,048 tokens and a held-out loss of 3.0, the other one of 32,000 and a loss of 3.5. Which
+# predicts the text better? Put `"a"`, `"b"` or `"c"` into `my_choice`.
+#
+# - **a**: the first, because its loss is lower
+# - **b**: the second, because its vocabulary is larger
+# - **c**: that cannot be said from these numbers
+
+# %% tags=["exercise"]
+my_choice = None
+lesson.check(exercises.quiz, my_choice, lesson.stem)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_choice = "c"
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## You now have

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -241,6 +243,62 @@ CASES = [
             ("city", "city is wrong in 1 answers, the commonest error in 2"),
             ("week", "expected one of: day, city"),
             ("day, city", "saw 'day, city'"),
+        ],
+    ),
+    # --- 06
+    Cases(
+        exercises.sent_bytes,
+        (1000, 8),
+        7000,
+        [
+            (3500, "there are two rounds"),
+            (8000, "N - 1 turns"),
+            (56000, "all GPUs send together"),
+            (4000, "warm: "),
+        ],
+    ),
+    Cases(
+        exercises.half_efficiency,
+        ({1: 1.0, 2: 0.7, 4: 0.5, 8: 0.4, 16: 0.2},),
+        8,
+        [
+            (4, "still a half or more"),
+            (32, "there is one"),
+            (16, "expected less"),
+            (0.5, "expected more"),
+        ],
+    ),
+    # --- 07
+    Cases(
+        exercises.token_counts,
+        (["boxes of tea to Wuxi", "茶叶送无锡"], SimpleNamespace(tokenize=lambda text: re.findall("..?", text))),
+        (10, 3),
+        [
+            ((20, 3), "its characters"),
+            ((10, 15), "its bytes"),
+            ((5, 3), "its words"),
+            ((11, 3), "hot: "),
+        ],
+    ),
+    Cases(
+        exercises.perplexity,
+        (3.0,),
+        20.1,
+        [
+            (8, "of base e"),
+            (3, "the loss itself"),
+            (0.0498, "the probability"),
+            (15, "expected more"),
+        ],
+    ),
+    Cases(
+        exercises.easy_sentence,
+        (lambda text: [len(word) for word in text.split()],),
+        "I am at my tea",
+        [
+            ("I am", "saw 2 tokens"),
+            ("Please send boxes full of apples", "too much"),
+            ("", "saw 0 tokens"),
         ],
     ),
 ]

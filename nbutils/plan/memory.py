@@ -123,85 +123,62 @@ class Recipe:
         return "on" if self.gradient_checkpointing else "off"
 
 
-class Term(NamedTuple):
-    """A summand of a part, in bytes, and the cards that share it."""
-
-    name: str
-    size: float
-    shared_by: int = 1
-
-
-def terms(shape: Shape, recipe: Recipe) -> dict[str, list[Term]]:
-    """What the strategy decides of a card's memory; activations, logits and workspace are whole under each of them.
-
-    4-bit weights have scales, which are no parameters and are never shared.
-    """
-    number_bytes = recipe.number_bytes
-    weights: float = shape.params * number_bytes
-    scales = 0.0
+def base_bytes(shape: Shape, recipe: Recipe) -> float:
+    """Bytes of the base's weights, which FSDP and ZeRO-3 share; 4-bit ones have scales beside them."""
+    weights: float = shape.params * recipe.number_bytes
     if recipe.method == "qlora":
-        scale = (NF4_DOUBLE if recipe.bnb_4bit_use_double_quant else NF4) - FOUR_BITS
-        scales = shape.linear_params * scale
-        weights -= shape.linear_params * (number_bytes - FOUR_BITS)
-    shared_by = recipe.cards if recipe.shards else 1
-    memory = {"weights": [Term("weights", weights, shared_by), Term("scales", scales)]}
+        weights -= shape.linear_params * (recipe.number_bytes - FOUR_BITS)
+    return weights
+
+
+def _by_strategy(shape: Shape, recipe: Recipe) -> dict[str, float]:
+    """Bytes of the parts that the strategy decides; activations, logits and workspace are whole under each of them.
+
+    FSDP2 keeps gradients whole until the last micro-step: transformers' Trainer asks it to (no_sync).
+    """
+    weights = base_bytes(shape, recipe)
     if recipe.shards:
-        memory["gathered"] = _gathered(shape, recipe)
-    memory |= _trained(shape, recipe)
+        weights /= recipe.cards
+    if recipe.method == "qlora":  # scales are no parameters, and are never shared
+        scale = (NF4_DOUBLE if recipe.bnb_4bit_use_double_quant else NF4) - FOUR_BITS
+        weights += shape.linear_params * scale
+    sizes = {"weights": weights}
+    if recipe.shards:
+        sizes["gathered"] = _gathered(shape, recipe)
+    trained = shape.adapter_params(recipe.r)
+    cards = 1 if recipe.engine == "ddp" else recipe.cards
+    sizes["adapters"] = trained * ADAPTER / cards
+    if recipe.gradient_accumulation_steps > 1:
+        sizes["gradients"] = trained * GRADIENT
+    sizes["optimizer"] = trained * recipe.moment_bytes / cards
     if recipe.engine.startswith("zero"):
-        memory["bucket"] = [Term("bucket", BUCKET * number_bytes)]
-    return memory
+        sizes["bucket"] = BUCKET * recipe.number_bytes
+    return sizes
 
 
-def _gathered(shape: Shape, recipe: Recipe) -> list[Term]:
-    """Weights that a card has put together: the layer at work and the next one.
+def _gathered(shape: Shape, recipe: Recipe) -> float:
+    """Bytes of the weights that a card has put together: the layer at work and the next one.
 
     The output head is a unit of its own (accelerate), gathered until its backward pass; the buffer it came in is there
     until the forward pass ends, when layers are not. The embedding is gathered when the head is not.
     ZeRO-3 keeps up to LIVE weights, beside the head.
     """
     number_bytes = recipe.number_bytes
-    head_weights = shape.vocab * shape.hidden
-    head = Term("output head", head_weights * number_bytes)
+    head = shape.vocab * shape.hidden * number_bytes
     if recipe.engine == "zero3":
-        live = min(LIVE, shape.params)
-        return [head, Term("live weights", live * number_bytes)]
+        return head + min(LIVE, shape.params) * number_bytes
     weight = FOUR_BITS if recipe.method == "qlora" else number_bytes
     base = shape.linear_params * weight
     adapters = shape.adapter_params(recipe.r) * number_bytes
     layer = (base + adapters) / shape.layers
     layers = layer * min(GATHERED, recipe.cards)
-    if recipe.cards > 1 and head.size > layers:  # a single card copies, without a buffer
-        return [head, Term("its buffer", head.size)]
-    return [head, Term("layers", layers)]
-
-
-def _trained(shape: Shape, recipe: Recipe) -> dict[str, list[Term]]:
-    """Adapters, their gradients and Adam's moments; FSDP2 keeps gradients whole until the last micro-step.
-
-    transformers' Trainer asks it to (no_sync).
-    """
-    trained = shape.adapter_params(recipe.r)
-    cards = 1 if recipe.engine == "ddp" else recipe.cards
-    adapters = [Term("float32 weights", trained * ADAPTER, cards)]
-    if recipe.gradient_accumulation_steps > 1:
-        adapters.append(Term("gradients", trained * GRADIENT))
-    moments = Term(
-        "AdamW's moments",
-        trained * recipe.moment_bytes,
-        cards,
-    )
-    return {
-        "adapters": adapters,
-        "optimizer": [moments],
-    }
+    buffer = head if recipe.cards > 1 else 0  # a single card copies, without a buffer
+    return head + max(layers, buffer)
 
 
 def parts(shape: Shape, recipe: Recipe) -> dict[str, float]:
     """GiB by part; their sum is the forecast peak."""
-    sizes: dict[str, float] = {}
-    for part, summands in terms(shape, recipe).items():
-        sizes[part] = sum(term.size / term.shared_by for term in summands)
+    sizes = _by_strategy(shape, recipe)
     tokens = recipe.tokens
     number_bytes = recipe.number_bytes
     layer_input = tokens * shape.hidden * number_bytes

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from nbutils.models import Shape
 from nbutils.plan.gpus import GPUSpec
-from nbutils.plan.memory import GRADIENT, NF4_DOUBLE, Recipe, terms
+from nbutils.plan.memory import GRADIENT, NF4_DOUBLE, Recipe, base_bytes
 from nbutils.plan.recipe import PACKED
 
 ARITHMETIC = 0.58  # share of the published TFLOP/s that the matrix products reach (7B and 1.5B, 8,192 tokens and more)
@@ -33,8 +33,7 @@ def sent_bytes(shape: Shape, recipe: Recipe) -> float:
     """
     size: float = shape.adapter_params(recipe.r) * GRADIENT
     if recipe.shards:
-        weights = terms(shape, recipe)["weights"][0].size
-        size += 2 * weights * recipe.gradient_accumulation_steps
+        size += 2 * base_bytes(shape, recipe) * recipe.gradient_accumulation_steps
     else:
         size *= 2
     return size * (1 - 1 / recipe.cards)
