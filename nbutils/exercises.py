@@ -362,6 +362,35 @@ def easy_sentence(answer: str, losses_of: Callable[[str], Sequence[float]]) -> C
 # --- 08: smaller files ------------------------------------------------------------------------------------------------
 
 
+def export_bytes(answer: float, weights: int, group: int) -> Checked:
+    """Lesson 08: the bytes of weights of 4 bits, with a scale of 2 bytes for each group of them."""
+    scales = 2 * weights / group
+    return near(
+        answer,
+        weights / 2 + scales,
+        0.01,
+        {
+            tr("that is without the scales"): weights / 2,
+            tr("these are 4 bytes for each weight, not 4 bits"): 4 * weights,
+            tr("these are 8 bits for each weight: two weights of 4 bits share a byte"): weights + scales,
+        },
+    )
+
+
+def export_format(answer: Sequence[str]) -> Checked:
+    """Lesson 08: a format that vLLM runs on a T4, and one that llama.cpp runs."""
+    from nbutils.exporting.make import FORMATS
+
+    served, local = map(FORMATS.__getitem__, answer)
+    if "vllm" not in served.load:
+        return wrong(tr("vLLM does not read the first one; see the column with what it runs on"))
+    if served.capability > (7, 5):  # of a T4
+        return wrong(tr("a T4 is older than Ampere, too old for the first one"))
+    if local.work != "gguf":
+        return wrong(tr("llama.cpp reads GGUF files, and the second one is none"))
+    return right(tr("both run there"))
+
+
 # --- 09: speed --------------------------------------------------------------------------------------------------------
 
 
@@ -418,7 +447,7 @@ OF_LESSON: Mapping[str, Sequence[Check]] = {
     "05_serve": (temperature, cache_bytes, many_at_once, quiz),
     "06_scale_out": (sent_bytes, half_efficiency, quiz),
     "07_from_scratch": (token_counts, perplexity, easy_sentence, quiz),
-    "08_export": (quiz,),
+    "08_export": (export_bytes, export_format, quiz),
     "09_benchmark": (highest_concurrency, server_gain, quiz),
     "99_when_it_breaks": (named_curves, named_causes, quiz),
 }

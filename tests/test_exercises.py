@@ -301,6 +301,30 @@ CASES = [
             ("", "saw 0 tokens"),
         ],
     ),
+    # --- 08
+    Cases(
+        exercises.export_bytes,
+        (128_000, 128),
+        66_000,  # 64,000 of weights, 1,000 scales of 2 bytes
+        [
+            (64_000, "without the scales"),
+            (512_000, "4 bytes for each weight"),
+            (130_000, "8 bits for each weight"),
+            (60_000, "hot"),
+            (7, "expected more"),
+            (528_000, "expected less"),
+        ],
+    ),
+    Cases(
+        exercises.export_format,
+        (),
+        ("w4a16", "gguf-q8_0"),
+        [
+            (("gguf-q8_0", "w4a16"), "vLLM does not read the first one"),
+            (("fp8", "gguf-q8_0"), "older than Ampere"),
+            (("fp16", "awq"), "llama.cpp reads GGUF files"),
+        ],
+    ),
 ]
 IDS = [case.check.__name__ for case in CASES]
 
