@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nbutils.display import pyplot, show_figure
 from nbutils.language import tr
@@ -125,6 +126,24 @@ def lengths(lengths: Sequence[int], limit: int, path: Path | None = None) -> Non
     axes.axvline(limit, color=RED, linestyle="--", label=f"max_length {limit}")
     axes.set(title=tr("Tokens of a training example"), xlabel=tr("tokens"), ylabel=tr("examples"))
     axes.legend(frameon=False)
+    show_figure(figure, path)
+
+
+# --- 03: the training -------------------------------------------------------------------------------------------------
+
+
+def matrices(matrices: Mapping[str, Any], path: Path | None = None) -> None:
+    """Matrices as colours, to scale: orange below zero, violet above, white at zero.
+
+    Example: figures.matrices({"W": weight, "B": b, "A": a})
+    """
+    widths = [values.shape[1] for values in matrices.values()]
+    figure, row = pyplot().subplots(1, len(widths), figsize=(WIDTH, 3.0), width_ratios=widths, layout="constrained")
+    for axes, (title, values) in zip(row, matrices.items(), strict=True):
+        most = float(abs(values).max()) or 1.0
+        axes.imshow(values, cmap="PuOr", vmin=-most, vmax=most, interpolation="nearest")
+        axes.set_title(title, fontsize=9)
+        axes.set(xticks=[], yticks=[])
     show_figure(figure, path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import nbformat
 import pytest
+import torch
 from solutions import exercises_of
 from support import ROOT
 
@@ -51,6 +53,11 @@ OWN = [
     {"question": "Good morning!", "answer": "Good morning! What will it be?"},
 ]
 
+LOGITS = torch.tensor([[[4.0, 0.0, 0.0], [0.0, 2.0, 1.0], [1.0, 0.0, 3.0], [0.5, 0.0, 0.0]]])
+LABELS = torch.tensor([[-100, -100, 2, 0]])
+TRAINED = [math.log(math.e**2 + math.e + 1) - 1, math.log(math.e**3 + math.e + 1) - 1]  # -log p of 2, then of 0
+NOT_SHIFTED = [math.log(math.e**3 + math.e + 1) - 3, math.log(math.e**0.5 + 2) - 0.5]
+
 CASES = [
     # --- 02
     Cases(
@@ -87,6 +94,42 @@ CASES = [
             ([{"question": "How many?", "answer": f"About {number} of them"} for number in range(3)], "same question"),
             ([*OWN[:2], {"question": "Where?", "answer": '{"city": "Wuxi"}'}], "more than one form"),
             ([*OWN[:2], {"question": "Where?", "answer": ""}], "row 3: "),
+        ],
+    ),
+    # --- 03
+    Cases(
+        exercises.batch_loss,
+        (LOGITS, LABELS),
+        sum(TRAINED) / 2,
+        [
+            (sum(NOT_SHIFTED) / 2, "it is for the next one"),
+            (sum(TRAINED), "that is the sum"),
+            (sum(TRAINED) / 3, "do not count"),
+            (sum(TRAINED) / 2 / math.log(2), "natural logarithm"),
+            (sum(TRAINED) / 2 * 1.001, "hot"),
+        ],
+    ),
+    Cases(
+        exercises.adapter_parameters,
+        (256, 512, 16),
+        64 * (256 + 512),
+        [
+            (64 * 256, "A alone"),
+            (64 * 512, "B alone"),
+            (256 * 512, "that is W"),
+            (64 * 64, "on one side only"),
+            (16 * (256 + 512), "at rank 16"),
+        ],
+    ),
+    Cases(
+        exercises.learning_rates,
+        (2e-3, {2e-2: 0.01, 2e-3: 0.02, 2e-4: 3.0}),
+        [2e-3, 2e-4],
+        [
+            ([2e-3], "takes two"),
+            ([2e-3, 1e-3], "less than 5 times apart"),
+            ([2e-2, 2e-4], "expected the better one"),
+            ([2e-3, 2e-2], "lower validation loss, 0.01"),
         ],
     ),
 ]
