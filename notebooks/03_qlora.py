@@ -205,7 +205,8 @@ for kind in ("nf4", "fp4"):
     error = (dequantize_4bit(packed, state) - weight).norm() / weight.norm()
     used = torch.stack([packed >> 4, packed & 15]).flatten().int().bincount(minlength=16) / weight.numel()
     order = state.code.argsort().tolist()
-    values[f"{kind}: relative error {error:.3f}"] = {f"{code:04b}": (float(state.code[code]), 100 * float(used[code])) for code in order}
+    points = {f"{code:04b}": (float(state.code[code]), 100 * float(used[code])) for code in order}
+    values |= {f"{kind}: relative error {error:.3f}": points}
 figures.dots(values, "The 16 values of 4 bits", "value, as a share of the largest weight of its block", "weights with it, %")
 training.require_unquantized(lesson.model)
 training.require_own_weights(lesson.model)
