@@ -132,6 +132,22 @@ def lengths(lengths: Sequence[int], limit: int, path: Path | None = None) -> Non
 # --- 03: the training -------------------------------------------------------------------------------------------------
 
 
+def levels(weights: Any, levels: Mapping[str, Sequence[float]], path: Path | None = None) -> None:
+    """How often weights have which value, and the values to which they are rounded, in a panel for each title.
+
+    Example: figures.levels(shares, {"nf4": state.code, "fp4": other.code})
+    """
+    figure, rows = pyplot().subplots(len(levels), figsize=(WIDTH, 3.4), sharex=True, layout="constrained")
+    for axes, (title, values) in zip(rows, levels.items(), strict=True):
+        axes.hist(weights, bins=100, color=SKY)
+        for value in values:
+            axes.axvline(value, color=RED)
+        axes.set_title(title, fontsize=10)
+        axes.set_yticks([])
+    axes.set_xlabel(tr("weight, as a share of the largest in its block of 64"))
+    show_figure(figure, path)
+
+
 def matrices(matrices: Mapping[str, Any], path: Path | None = None) -> None:
     """Matrices as colours, to scale: orange below zero, violet above, white at zero.
 

@@ -147,7 +147,8 @@ print(f"by hand {by_hand:.5f}, by the library {by_library:.5f}, after one step {
 #
 # From the forward pass a training keeps the results of every layer for `backward`. They often need more memory than the weights do.
 #
-# - *4 bits*: a weight of a linear layer takes an eighth of what it takes in 32 bits. It has to be unpacked for every product.
+# - *4 bits*: a weight of a linear layer takes an eighth of what it takes in 32 bits, and has to be unpacked for every
+#   product. The embeddings and the adapter are not quantized.
 # - *Gradient checkpointing* keeps only what goes into each layer, and computes the rest a second time in `backward`.
 # - *Gradient accumulation* computes a batch in parts, and adds up their gradients. The step is the same; small parts use a GPU badly.
 # - *Packing* puts short rows behind each other. Padded to the longest row, they take memory and time for nothing.
@@ -182,10 +183,9 @@ display.show_table(table, text=display.aligned(table))
 # %% [markdown]
 # ## 4 or 16 bits?
 #
-# In 4 bits each weight becomes one of 16 values, times a *scale* that it shares with 63 neighbours. Where should these values lie? Trained
-# weights are mostly small, so `nf4` has most of its values near zero; `fp4` has the values of a 4-bit floating-point number. The figure shows
-# for one real matrix of the tiny model where the 16 values lie and how many weights take each: `nf4` makes better use of them, and its
-# error is smaller.
+# In 4 bits each weight becomes one of 16 values, times a *scale* that it shares with 63 neighbours. Where should these values lie? The
+# figure shows them as lines over the weights of one matrix of the tiny model. Most weights are small. `nf4` has its values close together
+# there. `fp4`, the numbers of a 4-bit floating point, spends four of them on nearly 0 and leaves gaps beside it; its error is larger.
 #
 # What that costs depends on the model: some lose much of what they know, others hardly anything. So it is measured before anything is
 # trained: the loss of the base model on some held-out rows, then the same with every weight of its linear layers rounded to 4 bits. On a
@@ -199,15 +199,13 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from nbutils import evaluation, figures, training
 
 weight = next(weight.detach() for name, weight in small.named_parameters() if "q_proj" in name)
-values = {}
+blocks = weight.view(-1, 64)
+levels = {}
 for kind in ("nf4", "fp4"):
-    packed, state = quantize_4bit(weight, quant_type=kind)
-    error = (dequantize_4bit(packed, state) - weight).norm() / weight.norm()
-    used = torch.stack([packed >> 4, packed & 15]).flatten().int().bincount(minlength=16) / weight.numel()
-    order = state.code.argsort().tolist()
-    points = {f"{code:04b}": (float(state.code[code]), 100 * float(used[code])) for code in order}
-    values |= {f"{kind}: relative error {error:.3f}": points}
-figures.dots(values, "The 16 values of 4 bits", "value, as a share of the largest weight of its block", "weights with it, %")
+    codes, state = quantize_4bit(weight, quant_type=kind)
+    error = (dequantize_4bit(codes, state) - weight).norm() / weight.norm()
+    levels |= {f"{kind}: relative error {error:.3f}": state.code}
+figures.levels((blocks / blocks.abs().amax(1, keepdim=True)).flatten(), levels)
 training.require_unquantized(lesson.model)
 training.require_own_weights(lesson.model)
 losses = evaluation.base_losses(lesson.begun(), dataset, eval_rows)

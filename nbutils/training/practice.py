@@ -169,6 +169,7 @@ def _train(practice: Practice, folder: Path) -> dict[str, Any]:
         max_length=None,
         gradient_checkpointing=False,
         bf16=False,
+        dataloader_pin_memory=False,
         logging_steps=every,
         eval_strategy="steps",
         eval_steps=every,

@@ -139,7 +139,7 @@ print(f"手算 {by_hand:.5f}，库算 {by_library:.5f}，走一步之后 {small(
 #
 # 训练在前向传播时要把每一层的中间结果留给 `backward` 用，这些结果占的内存往往比权重还多。
 #
-# - *4 bit*：线性层的权重只占 32 bit 时的八分之一；代价是每次做乘法都要先还原。
+# - *4 bit*：线性层的权重只占 32 bit 时的八分之一，代价是每次做乘法都要先还原；嵌入层和适配器不量化。
 # - *梯度检查点*（gradient checkpointing）：每层只留输入，其余的在 `backward` 里重算一遍。
 # - *梯度累积*（gradient accumulation）：一个批分几份算，梯度加起来。这一步的结果不变；但每份太小，GPU 就吃不饱。
 # - *packing*：短样本首尾相接。如果都补齐（padding）到最长的一条，补的部分白占内存和时间。
@@ -174,7 +174,7 @@ display.show_table(table, text=display.aligned(table))
 # %% [markdown]
 # ## 4 bit 还是 16 bit？
 #
-# 4 bit 时，每个权重只能取 16 个值之一，再乘上*量化常数*（scale）；每 64 个相邻的权重共用一个。这 16 个值放在哪里好？训练好的权重大多很小，NF4 的 16 个取值按正态分布设置，0 附近更密，正好适合；`fp4` 的取值就是 4 bit 浮点数。图里画的是小模型的一个真实矩阵：16 个值在哪里，各有多少权重取它。NF4 把 16 个值用得更充分，误差也更小。
+# 4 bit 时，每个权重只能取 16 个值之一，再乘上*量化常数*（scale）；每 64 个相邻的权重共用一个。这 16 个值放在哪里好？图里是小模型的一个真实矩阵，竖线就是这 16 个值。训练好的权重大多很小，NF4 的 16 个取值按正态分布设置，0 附近更密，正好适合。`fp4` 的取值是 4 bit 浮点数：四个值都挤在 0 上，两边反而空着，所以误差更大。
 #
 # 代价因模型而异：有的效果下降不少，有的几乎没有影响。所以训练之前先测：基座模型在一部分验证集样本上的损失，再把线性层的权重都舍入到 4 bit，重新算一遍。在 GPU 上，损失最多升高 0.05（单位是每个 token 的 nat），或者 16 bit 放不下，`method: auto` 就用 4 bit。没有 GPU 或者没法测的时候，不到 10 亿参数的模型用 16 bit，其他的用 4 bit。自带的小模型不论代价多少都用 4 bit 训练，这样这一课走的就是真实流程。它们还完全不会这个任务，损失本来就高，舍入反而可能让损失下降：错误的猜测不那么肯定了。
 
@@ -183,15 +183,13 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from nbutils import evaluation, figures, training
 
 weight = next(weight.detach() for name, weight in small.named_parameters() if "q_proj" in name)
-values = {}
+blocks = weight.view(-1, 64)
+levels = {}
 for kind in ("nf4", "fp4"):
-    packed, state = quantize_4bit(weight, quant_type=kind)
-    error = (dequantize_4bit(packed, state) - weight).norm() / weight.norm()
-    used = torch.stack([packed >> 4, packed & 15]).flatten().int().bincount(minlength=16) / weight.numel()
-    order = state.code.argsort().tolist()
-    points = {f"{code:04b}": (float(state.code[code]), 100 * float(used[code])) for code in order}
-    values |= {f"{kind}：相对误差 {error:.3f}": points}
-figures.dots(values, "4 bit 的 16 个取值", "取值（相对于本组最大的权重）", "取这个值的权重（%）")
+    codes, state = quantize_4bit(weight, quant_type=kind)
+    error = (dequantize_4bit(codes, state) - weight).norm() / weight.norm()
+    levels |= {f"{kind}：相对误差 {error:.3f}": state.code}
+figures.levels((blocks / blocks.abs().amax(1, keepdim=True)).flatten(), levels)
 training.require_unquantized(lesson.model)
 training.require_own_weights(lesson.model)
 losses = evaluation.base_losses(lesson.begun(), dataset, eval_rows)
