@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -13,7 +12,6 @@ from pydantic import BaseModel
 
 from nbutils import display, platforms, record
 from nbutils.config import shown
-from nbutils.errors import CourseError
 from nbutils.evaluation.comparison import SHOWN_SCORES
 from nbutils.evaluation.scores import Estimate
 from nbutils.language import tr
@@ -21,7 +19,6 @@ from nbutils.record import Evaluation, Facts, RunFolder, Score
 from nbutils.tracking import Log, loss_history, read_history, validation_history
 
 TOLERANCE = 0.01  # of the loss: sums in another order differ by a rounding each, 2^-8 of a value in bfloat16
-MOST_RUNS = 4  # that lesson 03 shows
 LONGEST = 40  # characters of a setting
 PANELS = ("exact_match", "character_f1", "rouge_l", "content", "loss", "stopped")  # scores in the figure
 MEASURES = (  # facts of lesson 03 in the table
@@ -126,25 +123,6 @@ def _column(run: Run, settings: Sequence[str]) -> dict[str, str]:
     if verdict:
         column[tr("verdict")] = record.outcome(verdict, run.evaluation.general.verdict)
     return column
-
-
-def beside(run: RunFolder, trained: Facts) -> Runs:
-    """Show this run, with the facts it is about to record, and the newest finished ones of its model and data.
-
-    Example: compare.beside(lesson.run, trained=result.facts())
-    """
-    mine = load_run(run)
-    mine.trained.update({name: value for name, value in trained.items() if value is not None})
-    data = mine.trained.get("data_fingerprint")
-    runs = {run.name: mine}
-    for folder in record.runs(run.path.parent).values():
-        with suppress(CourseError):  # a damaged record is reported where its own run is opened
-            other = load_run(folder)
-            same = other.model == mine.model and other.trained.get("data_fingerprint") == data
-            if same and record.complete(other.trained) and len(runs) < MOST_RUNS:
-                runs.setdefault(folder.name, other)
-    show_runs(runs)
-    return runs
 
 
 @dataclass(frozen=True)

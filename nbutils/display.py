@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -159,31 +160,58 @@ def plot_loss_examples(path: Path | None = None) -> None:
     plot_panels(panels, path)
 
 
-def plot_losses(history: Row, path: Path | None = None, title: str = "Loss") -> None:
-    """The curves `train` and `validation` of a history; saved to `path` if one is given.
+def plot_losses(history: Row, path: Path | None = None, title: str = "Loss", kept: int | None = None) -> None:
+    """The curves `train` and `validation` of a history, and the step that is kept; saved to `path` if one is given.
 
     Example: display.plot_losses({"train": [(1, 2.0), (2, 1.5)], "validation": [(2, 1.6)]})
     """
     curves = {tr("training"): history["train"], tr("validation"): history.get("validation")}
-    plot_panels({tr(title): curves}, path)
+    plot_panels({tr(title): curves}, path, log=True, kept=kept)
 
 
-def plot_panels(panels: Mapping[str, Mapping[str, Losses | None]], path: Path | None = None) -> None:
-    """Loss curves by label, in a panel for each title."""
+def plot_panels(
+    panels: Mapping[str, Mapping[str, Losses | None]],
+    path: Path | None = None,
+    log: bool = False,
+    kept: int | None = None,
+) -> None:
+    """Loss curves by label, in a panel for each title; on a log axis the last curve has its start and best marked."""
+    if not any(panels.values()):
+        return
     columns = len(panels)
     width = max(7, 3.4 * columns)
     figure = pyplot().figure(figsize=(width, 3))
     for number, (title, curves) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(1, columns, number, xlabel=tr("step"), ylabel=tr("loss"))
         axes.set_title(title, fontsize=10)
+        curve: Losses | None = None
         for label, curve in curves.items():
             if curve:
                 steps, losses = zip(*curve, strict=True)
                 axes.plot(steps, losses, marker=".", label=label)
-        axes.axhline(0, color="lightgrey")
+        if log:
+            axes.set_yscale("log", subs=[2, 5])
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+            _mark(axes, curve or ())
+        else:
+            axes.axhline(0, color="lightgrey")
+        if kept:
+            axes.axvline(kept, color="black", linestyle=":", label=tr("kept: step {step}", step=kept))
         axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
     show_figure(figure, path)
+
+
+def _mark(axes: Any, curve: Losses) -> None:
+    """Where a curve begins, and where it is lowest."""
+    if not curve:
+        return
+    best = min(curve, key=itemgetter(1))
+    axes.plot(*best, "k*", markersize=11, label=tr("best: step {step}", step=best[0]))
+    for place, shift, side in ((curve[0], 7, "left"), (best, -7, "right")):
+        text = f"{place[1]:.3g}"
+        axes.annotate(text, place, xytext=(shift, 4), textcoords="offset points", fontsize=8, ha=side)
 
 
 def show_figure(figure: Any, path: Path | None = None) -> None:

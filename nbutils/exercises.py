@@ -24,6 +24,8 @@ HOT = 1.25  # times too much or too little, at most
 WARM = 2.0
 OWN_ROWS = 3
 SHORTEST_ANSWER = 3  # characters
+RANK = 64  # of the exercise about the size of an adapter
+APART = 5.0  # times, between two learning rates that are compared
 Mistakes = Mapping[str, float]  # by the hint that explains it, the number that a typical mistake gives
 
 
@@ -204,6 +206,51 @@ def _form_of(answer: str) -> str:
 
 
 # --- 03: the training -------------------------------------------------------------------------------------------------
+
+
+def batch_loss(answer: float, logits: Any, labels: Any) -> Checked:
+    """Lesson 03: the loss of a batch, the mean over the tokens with a label, each predicted one position before it."""
+    from torch.nn.functional import cross_entropy  # it leaves out the label -100
+
+    targets = labels[:, 1:].flatten()
+    loss = float(cross_entropy(logits[:, :-1].flatten(0, 1), targets))
+    total = loss * int((targets != IGNORED).sum())
+    mistakes = {
+        tr("each score was compared with its own token; it is for the next one"): float(
+            cross_entropy(logits.flatten(0, 1), labels.flatten())
+        ),
+        tr("that is the sum; the loss is the mean"): total,
+        tr("that is the mean over all positions; those with the label -100 do not count"): total / len(targets),
+        tr("that is in bits; take the natural logarithm"): loss / math.log(2),
+    }
+    return near(answer, loss, 1e-4, mistakes)
+
+
+def adapter_parameters(answer: int, d_in: int, d_out: int, own_rank: int) -> Checked:
+    """Lesson 03: how many parameters A and B of a layer have at rank 64."""
+    mistakes = {
+        tr("that is A alone; B is trained, too"): RANK * d_in,
+        tr("that is B alone; A is trained, too"): RANK * d_out,
+        tr("that is W, which is frozen"): d_in * d_out,
+        tr("A and B have the rank on one side only; the other side is one of W"): RANK * RANK,
+        tr("that is at rank {rank}, which this lesson trains with", rank=own_rank): own_rank * (d_in + d_out),
+    }
+    return near(answer, RANK * (d_in + d_out), 1e-6, mistakes)
+
+
+def learning_rates(answer: Sequence[float], winner: float | None, losses: Mapping[float, float]) -> Checked:
+    """Lesson 03: two learning rates far apart, and the one with the lower validation loss."""
+    rates = sorted(answer)
+    if len(rates) < 2:
+        return wrong(tr("it takes two learning rates to compare"))
+    if rates[-1] < APART * rates[0]:
+        return wrong(tr("these are less than {times:g} times apart, and may differ by chance only", times=APART))
+    if winner not in rates:
+        return wrong(tr("saw {winner}, expected the better one of these: look at the figure", winner=winner))
+    lowest = min(rates, key=losses.__getitem__)
+    if winner != lowest:
+        return wrong(tr("another one reached a lower validation loss, {loss:.3g}", loss=losses[lowest]))
+    return right(tr("it reached a validation loss of {loss:.3g}", loss=losses[lowest]))
 
 
 # --- 04: the merged model ---------------------------------------------------------------------------------------------
@@ -442,7 +489,7 @@ def _all_right(answer: Sequence[str], names: Sequence[str]) -> Checked:
 OF_LESSON: Mapping[str, Sequence[Check]] = {
     "01_environment": (halved_parts, longest_rows, quiz),
     "02_data_prep": (labels, mended_rows, own_rows, quiz),
-    "03_qlora": (quiz,),
+    "03_qlora": (batch_loss, adapter_parameters, learning_rates, quiz),
     "04_merge": (merged_weight, kl, commonest_error, quiz),
     "05_serve": (temperature, cache_bytes, many_at_once, quiz),
     "06_scale_out": (sent_bytes, half_efficiency, quiz),

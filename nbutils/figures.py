@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nbutils.display import pyplot, show_figure
 from nbutils.language import tr
@@ -126,6 +127,40 @@ def lengths(lengths: Sequence[int], limit: int, path: Path | None = None) -> Non
     axes.axvline(limit, color=RED, linestyle="--", label=f"max_length {limit}")
     axes.set(title=tr("Tokens of a training example"), xlabel=tr("tokens"), ylabel=tr("examples"))
     axes.legend(frameon=False)
+    show_figure(figure, path)
+
+
+# --- 03: the training -------------------------------------------------------------------------------------------------
+
+
+def levels(weights: Any, levels: Mapping[str, Sequence[float]], path: Path | None = None) -> None:
+    """How often weights have which value, and the values to which they are rounded, in a panel for each title.
+
+    Example: figures.levels(shares, {"nf4": state.code, "fp4": other.code})
+    """
+    figure, rows = pyplot().subplots(len(levels), figsize=(WIDTH, 3.4), sharex=True, layout="constrained")
+    for axes, (title, values) in zip(rows, levels.items(), strict=True):
+        axes.hist(weights, bins=100, color=SKY)
+        for value in values:
+            axes.axvline(value, color=RED)
+        axes.set_title(title, fontsize=10)
+        axes.set_yticks([])
+    axes.set_xlabel(tr("weight, as a share of the largest in its block of 64"))
+    show_figure(figure, path)
+
+
+def matrices(matrices: Mapping[str, Any], path: Path | None = None) -> None:
+    """Matrices as colours, to scale: orange below zero, violet above, white at zero.
+
+    Example: figures.matrices({"W": weight, "B": b, "A": a})
+    """
+    widths = [values.shape[1] for values in matrices.values()]
+    figure, row = pyplot().subplots(1, len(widths), figsize=(WIDTH, 3.0), width_ratios=widths, layout="constrained")
+    for axes, (title, values) in zip(row, matrices.items(), strict=True):
+        most = float(abs(values).max()) or 1.0
+        axes.imshow(values, cmap="PuOr", vmin=-most, vmax=most, interpolation="nearest")
+        axes.set_title(title, fontsize=9)
+        axes.set(xticks=[], yticks=[])
     show_figure(figure, path)
 
 

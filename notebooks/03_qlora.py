@@ -9,17 +9,20 @@
 # %% [markdown]
 # # 03 · Fine-tune with QLoRA
 #
-# QLoRA keeps the base model frozen in 4 bits and trains small LoRA matrices beside it. On a free T4 this trains a 4B model; on
-# a laptop without a GPU the same cells train the bundled tiny model.
+# *LoRA* leaves the weights of the base model as they are and trains a few small matrices beside them: the *adapter*. *QLoRA* does the
+# same with a base model whose weights are *quantized*, that is rounded to 4 bits each. On a free T4 this trains a 4B model; on a laptop
+# without a GPU the same cells train the bundled tiny model. Words you do not know are in the [glossary](../docs/glossary.md).
 #
 # You will have
 #
 # - a LoRA adapter trained on your rows, with the loss only on the answers,
 # - the step with the lowest validation loss, not just the last one,
 # - the same questions answered before and after the training,
+# - a loss and a training step computed by hand, equal to the library's,
+# - three trainings that failed, to compare yours with,
 # - verified checkpoints: a lost session costs the steps since the last checkpoint.
 #
-# Takes about two minutes with the tiny model on 2 cores; minutes to hours with a larger one on a GPU. Disk: the model and three
+# Takes about three minutes with the tiny model on 2 cores; minutes to hours with a larger one on a GPU. Disk: the model and three
 # checkpoints (a quarter of a GB each for a 7B).
 
 # %% [markdown]
@@ -67,48 +70,142 @@ import nbutils
 lesson = nbutils.start("03_qlora", globals())
 
 # %% [markdown]
-# ## Rows
+# ## Rows and tokens
 #
-# Lesson 02 left your rows in the run folder. If it has not run, they are prepared now, with the same checks.
-
-# %%
-from nbutils import data
-
-data.prepare(DATA, lesson.run.data, default=lesson.profile.course.data, rows=lesson.profile.course.rows)
-train_rows, eval_rows = data.load(lesson.run.data)
-print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out")
-
-# %% [markdown]
-# ## Tokens
-#
-# The chat template turns rows into tokens, and a mask limits the loss to the answers. Rows longer than `max_length` are left
-# out: cut off, they would lose their stop token. Then the contract of lesson 02 is checked for every row.
+# Lesson 02 left your rows in the run folder. If it has not run, they are prepared now, with the same checks. The chat template turns
+# them into tokens, and a mask limits the loss to the answers. Rows longer than `max_length` are left out: cut off, they would lose
+# their stop token. Then the contract of lesson 02 is checked for every row.
 
 # %%
 from transformers import AutoTokenizer
-from nbutils import chat
+from nbutils import chat, data
 
+data.prepare(DATA, lesson.run.data, default=lesson.profile.course.data, rows=lesson.profile.course.rows)
+train_rows, eval_rows = data.load(lesson.run.data)
 tokenizer = AutoTokenizer.from_pretrained(lesson.model, trust_remote_code=False)
 stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
 dataset = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids)
 dataset.write_too_long(lesson.run.data)
+print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out")
 print(dataset)
 print(chat.check_contract(dataset))
 
 # %% [markdown]
-# ## 4 or 16 bits?
+# ## Exercise: the loss of a batch
 #
-# QLoRA keeps the base model in 4 bits, plain LoRA in 16. In 4 bits each weight becomes one of 16 values: that takes about a third of the
-# memory, and costs much of what some models know and hardly anything of what others do. So it is measured before anything is trained: the
-# loss of the base model on some held-out rows, then the same with every weight of its linear layers rounded to 4 bits (bitsandbytes'
-# `quantize_4bit` and `dequantize_4bit`). On a GPU `method: auto` takes 4 bits if they raise the loss by at most 0.05 nats per token, or
-# if 16 do not fit. Without a GPU, and where it cannot be measured, models below a billion parameters get 16 bits and others 4. The
-# bundled tiny models are trained in 4 bits whatever they cost, so that the lesson is the real one; unquantized is float32 on a CPU. They
-# know nothing of their task yet, so their loss is high, and rounding can even lower it: it makes wrong guesses less sure.
+# A *batch* is the rows that are computed together. For every position the model gives each token of its vocabulary a score, the
+# *logits*; `softmax` makes probabilities of them. The *loss* is the mean of -ln p, where p is the probability of the right next token:
+# 0 if the model was sure and right, and larger the less it expected the token. Training makes it smaller.
+#
+# Here are the logits of the bundled tiny model for four rows, of the shape rows x positions x vocabulary, and the labels. Compute their loss.
+# Two things decide: the logits at position t are a guess at the token at position t + 1, and labels of -100 do not count.
+# `log_softmax(-1)` gives ln p; `gather` picks the entry of the right token.
+
+# %% tags=["exercise"]
+from nbutils import exercises
+from nbutils.training import practice
+
+small, batch = practice.small_model(), practice.small_batch(4)
+logits, labels = small(batch["input_ids"]).logits.detach(), batch["labels"]
+my_loss = None
+lesson.check(exercises.batch_loss, my_loss, logits, labels)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# guesses, targets = logits[:, :-1], labels[:, 1:]
+# counts = targets != -100
+# my_loss = -guesses[counts].log_softmax(-1).gather(-1, targets[counts][:, None]).mean()
+# ```
+#
+# The last position guesses at a token that is not there, and the first token is guessed by none: each side loses one.
+#
+# </details>
+
+# %% [markdown]
+# ## One training step by hand
+#
+# This is what a trainer does, again and again. `backward` computes for each trained weight how the loss changes with it: the gradient.
+# The *optimizer* moves each weight a little against its gradient; how far, the *learning rate* `lr` says. Here only the adapter is
+# trained, on the four rows from above. The library's loss is the same number, and after the step the loss on the same rows is lower.
 
 # %%
-from nbutils import evaluation, training
+import torch
+from torch.nn.functional import cross_entropy
 
+optimizer = torch.optim.AdamW([weight for weight in small.parameters() if weight.requires_grad], lr=2e-3)
+logits = small(batch["input_ids"]).logits
+by_hand = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+by_library = small(**batch).loss
+by_hand.backward()
+optimizer.step()
+print(f"by hand {by_hand:.5f}, by the library {by_library:.5f}, after one step {small(**batch).loss:.5f}")
+
+# %% [markdown]
+# ## What each technique saves
+#
+# From the forward pass a training keeps the results of every layer for `backward`. They often need more memory than the weights do.
+#
+# - *4 bits*: a weight of a linear layer takes an eighth of what it takes in 32 bits, and has to be unpacked for every
+#   product. The embeddings and the adapter are not quantized.
+# - *Gradient checkpointing* keeps only what goes into each layer, and computes the rest a second time in `backward`.
+# - *Gradient accumulation* computes a batch in parts, and adds up their gradients. The step is the same; small parts use a GPU badly.
+# - *Packing* puts short rows behind each other. Padded to the longest row, they take memory and time for nothing.
+# - *sdpa* computes attention without keeping, as *eager* does, a number for every pair of tokens. It costs nothing.
+#
+# Measured on the CPU with a tiny model, one step each, so the seconds are rough. With a large model the shares are others.
+
+# %%
+from nbutils import display
+from transformers import BitsAndBytesConfig
+
+padded, part, packed = practice.small_batch(8), practice.small_batch(2), practice.small_batch(8, padding_free=True)
+in_4_bits = practice.small_model(quantization_config=BitsAndBytesConfig(load_in_4bit=True), device_map={"": "cpu"})
+recomputing = practice.small_model(use_cache=False).train()
+recomputing.enable_input_require_grads()
+recomputing.gradient_checkpointing_enable({"use_reentrant": True})
+practice.step(small, part)  # the first step of a process is slow
+table = []
+for name, one, rows in [
+    ("8 rows, padded", small, padded),
+    ("the same in 4 bits", in_4_bits, padded),
+    ("the same with gradient checkpointing", recomputing, padded),
+    ("2 of the rows, a quarter of a step with gradient accumulation", small, part),
+    (f"8 rows, packed: {packed['input_ids'].numel()} positions instead of {padded['input_ids'].numel()}", small, packed),
+    ("the same with eager attention", practice.small_model(attn_implementation="eager"), packed),
+]:
+    kept, seconds = practice.step(one, rows)
+    size = one.get_memory_footprint() / 2**20
+    table.append({"one step": name, "weights, MiB": f"{size:.1f}", "kept, MiB": f"{kept:.1f}", "seconds": f"{seconds:.2f}"})
+display.show_table(table, text=display.aligned(table))
+
+# %% [markdown]
+# ## 4 or 16 bits?
+#
+# In 4 bits each weight becomes one of 16 values, times a *scale* that it shares with 63 neighbours. Where should these values lie? The
+# figure shows them as lines over the weights of one matrix of the tiny model. Most weights are small. `nf4` has its values close together
+# there. `fp4`, the numbers of a 4-bit floating point, spends four of them on nearly 0 and leaves gaps beside it; its error is larger.
+#
+# What that costs depends on the model: some lose much of what they know, others hardly anything. So it is measured before anything is
+# trained: the loss of the base model on some held-out rows, then the same with every weight of its linear layers rounded to 4 bits. On a
+# GPU `method: auto` takes 4 bits if they raise the loss by at most 0.05 (nats per token, the unit of a loss), or if 16 do not fit. Without
+# a GPU, and where it cannot be measured, models below a billion parameters get 16 bits and others 4. The bundled tiny models are trained
+# in 4 bits whatever they cost, so that the lesson is the real one. They know nothing of their task yet: their loss is high, and rounding
+# can even lower it, as it makes wrong guesses less sure.
+
+# %%
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from nbutils import evaluation, figures, training
+
+weight = next(weight.detach() for name, weight in small.named_parameters() if "q_proj" in name)
+blocks = weight.view(-1, 64)
+levels = {}
+for kind in ("nf4", "fp4"):
+    codes, state = quantize_4bit(weight, quant_type=kind)
+    error = (dequantize_4bit(codes, state) - weight).norm() / weight.norm()
+    levels |= {f"{kind}: relative error {error:.3f}": state.code}
+figures.levels((blocks / blocks.abs().amax(1, keepdim=True)).flatten(), levels)
 training.require_unquantized(lesson.model)
 training.require_own_weights(lesson.model)
 losses = evaluation.base_losses(lesson.begun(), dataset, eval_rows)
@@ -116,15 +213,17 @@ losses = evaluation.base_losses(lesson.begun(), dataset, eval_rows)
 # %% [markdown]
 # ## The recipe
 #
-# Batch size, epochs and learning rate depend on your rows: too many rows per step leave too few steps, and the loss hardly
-# moves. `conversations_per_step` is the size of a step. The GPU only decides how it is computed: `per_device_train_batch_size` rows
-# at a time, `gradient_accumulation_steps` times. With packing, several conversations share one row, so that a step of 2 rows may
-# hold 8 of them. Here are the values that matter most, with their reasons (leave out `only` to see all), and what the training
-# will need of this machine. Each name is the keyword argument of the library that takes it. The recipe also says on how many
-# held-out rows the validation loss is measured (`validation`); they are rendered as the others are.
+# An *epoch* is one pass over all rows. Too many rows per step leave too few steps, and the loss hardly moves; so batch size, epochs and
+# learning rate depend on your rows. `conversations_per_step` is the size of a step. The GPU only decides how it is computed:
+# `per_device_train_batch_size` rows at a time, `gradient_accumulation_steps` times. With packing, a step of 2 rows may hold 8
+# conversations. Where `num_train_epochs` is 0, `max_steps` decides; the first line says how many epochs that makes.
+#
+# Here are the values that matter most, with their reasons (leave out `only` to see all), and on a GPU what the training will need
+# of it. Each name is the keyword argument of the library that takes it. The recipe also says on how many held-out rows the loss is
+# measured (`validation`); they are rendered as the others are.
 
 # %%
-from nbutils import display, plan
+from nbutils import plan
 
 lesson = lesson.with_recipe(dataset.lengths, len(eval_rows), losses)
 profile = lesson.profile
@@ -133,18 +232,21 @@ most = ("method", "from_pretrained", "lora.r", "sft.max_length", "sft.per_device
         "sft.gradient_accumulation_steps", "sft.num_train_epochs", "sft.max_steps", "sft.learning_rate", "sft.packing",
         "course.conversations_per_step")
 display.show_choices(lesson.resolved, only=most)
-print(plan.describe(plan.require(lesson.resolved)))
+if forecast := plan.require(lesson.resolved):
+    print(plan.describe(forecast))
 
 # %% [markdown]
 # ## The base model in 4 bits
 #
-# The block `quantization` of the profile holds arguments of `BitsAndBytesConfig`: `nf4` fits the distribution of trained weights,
-# double quantization also compresses the scales, and matrix products are computed in the precision of your machine. (Left to its
-# defaults, bitsandbytes would use `fp4` and float32.) With `method: lora` the base model stays in 16 bits, and all this is not used.
+# The block `quantization` of the profile holds arguments of `BitsAndBytesConfig`: `nf4` from above, double quantization, which also
+# compresses the scales, and matrix products in the precision of your machine. (Left to its defaults, bitsandbytes would use `fp4` and
+# float32.) With `method: lora` the base model stays in 16 bits, and all this is not used.
+#
+# Each weight is quantized while it is loaded. Gradients will flow through these weights, but none of them will change.
 
 # %%
-import torch
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, set_seed
+from nbutils import distributed
 
 dtype = getattr(torch, profile.from_pretrained.dtype)
 quantization = BitsAndBytesConfig(
@@ -152,14 +254,6 @@ quantization = BitsAndBytesConfig(
     bnb_4bit_compute_dtype=dtype,
     bnb_4bit_quant_storage=dtype,  # so that FSDP can divide the weights among GPUs
 )
-
-# %% [markdown]
-# Each weight is quantized while it is loaded. Gradients will flow through these weights, but none of them will change.
-
-# %%
-from transformers import AutoModelForCausalLM, set_seed
-from nbutils import distributed
-
 set_seed(SEED)
 model = AutoModelForCausalLM.from_pretrained(
     lesson.model,
@@ -177,7 +271,7 @@ print(f"{model.get_memory_footprint() / 2**20:,.0f} MiB in memory")
 # Three held-out questions, answered by the model as it is. We ask the same three after the training.
 
 # %%
-questions = eval_rows[:3]
+questions = data.own_language_first(eval_rows)[:3]
 before = evaluation.answer_rows(model, tokenizer, questions)
 display.show_answers(questions, before=before)
 
@@ -197,32 +291,39 @@ lora = LoraConfig(
 print(f"r {lora.r}, lora_alpha {lora.lora_alpha}, lora_dropout {lora.lora_dropout}, target_modules {lora.target_modules}")
 
 # %% [markdown]
-# How large are A and B beside W? Here are the sizes in the first linear layer of this model.
+# ## Exercise: the size of an adapter
+#
+# Below are the sizes in the first linear layer of this model. How many parameters would A and B of this layer have together at rank 64?
 
-# %%
+# %% tags=["exercise"]
 first = next(part for part in model.modules() if isinstance(part, torch.nn.Linear))
 d_in, d_out, r = first.in_features, first.out_features, lora.r
-print(f"W        {d_out} x {d_in} = {d_out * d_in:,} parameters, frozen")
-print(f"A and B  {r} x {d_in} and {d_out} x {r} = {r * (d_in + d_out):,} parameters, trained")
+print(f"W {d_out} x {d_in}; at rank {r} A {r} x {d_in}, B {d_out} x {r}")
+my_parameters = None
+lesson.check(exercises.adapter_parameters, my_parameters, d_in, d_out, r)
 
 # %% [markdown]
-# Predict: what percentage of the model's parameters will be trained? Of the other linear layers, those of the MLP are larger, and
-# those for keys and values may be smaller. The embeddings get no adapter. Replace `None` with your number; a cell below compares
-# it. You can come back to it later: run this cell again, then that one.
-
-# %%
-my_percent = None
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_parameters = 64 * d_in + d_out * 64
+# ```
+#
+# A grows with the sum of the two sides of W, and W with their product. So the larger the model, the smaller the share that is trained.
+#
+# </details>
 
 # %% [markdown]
 # ## The training
 #
 # The block `sft` of the profile holds arguments of `SFTConfig`; the table above explains the main ones. Rows are concatenated without
-# padding (`padding_free`). With packing they are first packed into sequences of up to `max_length` tokens. The validation loss is
-# measured before the first step (`eval_on_start`) and at every save (`eval_steps`); `load_best_model_at_end` keeps the step where
-# it was lowest. `training.bookkeeping` adds what is not about learning: folders, saving, the seed. `report_to` names the
-# trackers that get the numbers: TensorBoard (the second line below says how to open it here), W&B, online if there is a `WANDB_API_KEY`,
-# and SwanLab, where it is installed, if there is a `SWANLAB_API_KEY` or `SWANLAB_MODE=offline`. `SET = "sft.report_to=[mlflow]"` names
-# another one that transformers knows. In another terminal, `python -m nbutils watch` shows the training.
+# padding (`padding_free`). With packing they are first packed into sequences of up to `max_length` tokens. The *validation loss*, the
+# loss on held-out rows, is measured before the first step (`eval_on_start`) and at every save (`eval_steps`);
+# `load_best_model_at_end` keeps the step where it was lowest. `training.bookkeeping` adds what is not about learning: folders, saving,
+# the seed. `report_to` names the trackers that get the numbers: TensorBoard (the second line below says how to open it here), W&B,
+# online if there is a `WANDB_API_KEY`, and SwanLab, where it is installed, if there is a `SWANLAB_API_KEY` or `SWANLAB_MODE=offline`.
+# `SET = "sft.report_to=[mlflow]"` names another one that transformers knows. In another terminal, `python -m nbutils watch` shows the
+# training.
 
 # %%
 from nbutils import tracking
@@ -250,6 +351,9 @@ print(f"learning_rate {settings.learning_rate:g}, {settings.per_device_train_bat
 # verifies it there, ends the run before the platform does, and shows progress. `prepare` makes the validation loss a mean over all
 # tokens (the trainer's own averages batches), casts the adapter to float32 (TRL makes it bfloat16, which a T4 cannot train) and fuses
 # LoRA's additions into its matrix products, which gives the same numbers in less time.
+#
+# TRL shows bars such as *Truncating* and *Dropping fully masked examples*. It looks for such rows and finds none: they were left out
+# above. `prepare` checks that not one trained token is missing.
 
 # %%
 from transformers import EarlyStoppingCallback
@@ -274,80 +378,115 @@ trainer = SFTTrainer(
 print(callback.prepare(trainer))
 
 # %% [markdown]
-# Your prediction, and how close it is. Anything between half and twice the real share counts.
-
-# %%
-trained, total = trainer.model.get_nb_trainable_parameters()
-percent = 100 * trained / total
-if my_percent is None:
-    print("[todo] exercise: set my_percent above to a number, then run that cell and this one again")
-elif 0.5 * percent <= my_percent <= 2 * percent:
-    print(f"[ OK ] saw {my_percent}: {trained:,} of {total:,} parameters are trained, {percent:.2g} percent")
-else:
-    print(f"[todo] exercise: saw {my_percent}, expected {'more' if my_percent < percent else 'less'}: compare A and B with W above")
-
-# %% [markdown]
-# Train. A run that was interrupted continues from its newest checkpoint that verifies. If GPU memory runs out, the step is
-# repeated with smaller micro-batches (and more of them, so that the batch stays), then with gradient checkpointing. If the
-# machine is taken away, run this notebook again, unchanged. In float16 the first steps may be skipped while the loss scale is
-# found. At the end the base model is compared with what it was: none of its weights may have changed.
+# ## Training and validation loss
+#
+# Train. The training loss alone can fall because the rows are memorized. The validation loss is measured on rows the training never
+# sees, and the adapter of the step where it was lowest is the one that is kept. After *Run all* the page stands at the last cell: come
+# back here, where the live numbers and then the curves appear.
+#
+# A run that was interrupted continues from its newest checkpoint that verifies. If GPU memory runs out, the step is repeated with
+# smaller micro-batches (and more of them, so that the batch stays), then with gradient checkpointing. If the machine is taken away, run
+# this notebook again, unchanged. Small gradients would vanish in float16, so the loss is multiplied by a large number, the *loss scale*;
+# until a good one is found, the first steps may be skipped. At the end the base model is compared with what it was: none of its weights
+# may have changed.
 
 # %%
 result = training.train(trainer, callback, resume=RESUME)
 print(result)
-
-# %% [markdown]
-# ## Training and validation loss
-#
-# The training loss alone can fall because the rows are memorized. The validation loss is measured on rows the training never
-# sees, and the adapter of the step where it was lowest is the one that is kept.
-#
-# Below are four trainings of a 135M model to compare yours with. *Healthy*: both losses fall and flatten (learning rate 2e-4). *Too slow*:
-# the learning rate is too small (1e-6), or there are too few steps. *Diverging*: the learning rate is too large (0.05).
-# *Overfitting*: 32 rows are memorized, and the validation loss rises.
-
-# %%
-display.plot_losses(result.history, lesson.run.logs / "loss.png")
-display.plot_loss_examples()
+display.plot_losses(result.history, lesson.run.logs / "loss.png", kept=result.kept_step)
 
 # %% [markdown]
 # ## After
 #
-# The same three questions, now answered with the adapter. Lesson 04 asks all held-out questions and compares the scores.
+# The same three questions, now answered with the adapter. Lesson 04 asks all held-out questions and compares the scores. Only A and B are
+# saved, so the adapter is small. It is written to a temporary folder and renamed when it is complete.
 
 # %%
 after = evaluation.answer_rows(trainer.model, tokenizer, questions)
 display.show_answers(questions, before=before, after=after)
-
-# %% [markdown]
-# ## Save
-#
-# Only the adapter is saved, so it is small. It is written to a temporary folder and renamed when it is complete.
-
-# %%
 training.save_adapter(result, tokenizer)
-mib = sum(file.stat().st_size for file in lesson.run.adapter.iterdir()) / 2**20
-print(f"adapter: {lesson.run.adapter} ({mib:,.1f} MiB)")
+print(f"adapter: {lesson.run.adapter} ({sum(file.stat().st_size for file in lesson.run.adapter.iterdir()) / 2**20:,.1f} MiB)")
 
 # %% [markdown]
-# ## Exercise
+# ## What was learned
 #
-# How sensitive is the result to the learning rate? Run this notebook twice more: with `RUN_NAME = "fast"` and ten times the
-# learning rate of the table above, then with `RUN_NAME = "slow"` and a tenth of it. The last of them shows all three side by
-# side. Which validation loss is the lowest?
-#
-# With the tiny model the same can be done in a terminal, in a few minutes for each run on a CPU:
-# `python -m nbutils run --profile tiny --only 03 --set sft.learning_rate=2e-2 -p RUN_NAME fast`, the same with `2e-4` and `slow`,
-# then `python -m nbutils compare tiny fast slow`.
+# The figure shows a corner of the first layer, drawn to scale. W is as it was; what the adapter adds to it is B·A, as large as W and made of
+# two narrow matrices. That is why it has stripes: each of its rows is a mixture of the few rows of A. White is 0; each matrix has its
+# own scale of colours.
 
 # %%
-from nbutils import compare
+from peft.utils.integrations import dequantize_module_weight
 
-runs = compare.beside(lesson.run, trained=dataset.facts() | result.facts())
-missing = [name for name in ("fast", "slow") if name not in runs]
-print(f"[{'todo' if missing else ' OK '}] exercise: saw the runs {', '.join(runs)}, expected fast and slow among them")
-if missing:
-    print(f'Run this notebook with RUN_NAME = "{missing[0]}" and SET = "sft.learning_rate=..." to compare them.')
+if distributed.world_size() == 1:  # else a process may have a part of each matrix only
+    layer = next(part for part in trainer.model.modules() if hasattr(part, "lora_A"))
+    a, b = layer.lora_A["default"].weight[:, :128], layer.lora_B["default"].weight[:128]
+    corners = {"W": dequantize_module_weight(layer.base_layer)[:128, :128], "B·A": b @ a, "B": b, "A": a}
+    figures.matrices({f"{name}, {len(corner)} x {corner.shape[1]}": corner.detach().float().cpu() for name, corner in corners.items()})
+
+# %% [markdown]
+# ## Trainings that failed
+#
+# Your training probably went well. These three, of the tiny model on the sample rows, did not, and each takes seconds. *Too short*: when
+# it ends, both losses are still falling. *Memorized*: five rows, again and again; the training loss falls to nearly nothing, and the
+# validation loss is lowest long before the end. *Shuffled answers*: every question got the answer to another one. The loss falls nicely,
+# and nothing of use was learned: only what all answers have in common. Losses do not show that. Lesson 04 asks these models, too.
+
+# %%
+runs = practice.train_all(lesson.run.path)
+display.plot_panels({
+    title: {"training": run.history["train"], "validation": run.history["validation"]}
+    for title, run in zip(["Too short", "Memorized", "Shuffled answers"], runs.values(), strict=False)
+}, log=True)
+
+# %% [markdown]
+# ## Exercise: the learning rate
+#
+# Which learning rate is better? Choose two, at least five times apart, for example the one of the recipe above and another one, and put
+# them into `my_rates`, as `[0.1, 0.01]`. The cell trains the tiny model for 24 steps with each. Look at the curves, put the better
+# rate into `my_winner`, and run the cell again; nothing is trained twice.
+
+# %% tags=["exercise"]
+my_rates = None
+my_winner = None
+runs = {rate: practice.train(practice.Practice(steps=24, learning_rate=rate), practice.folder(lesson.run.path, f"rate {rate}")) for rate in my_rates or []}
+display.plot_panels({"Validation loss": {f"{rate:g}": run.history["validation"] for rate, run in runs.items()}}, log=True)
+lesson.check(exercises.learning_rates, my_rates, my_winner, {rate: run.best[1] for rate, run in runs.items()})
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_rates = [2e-3, 2e-4]
+# my_winner = 2e-3
+# ```
+#
+# At 2e-4 the steps are too small: after 24 of them the loss has hardly fallen. More is not always better: try 0.1, which leaps over
+# every good place.
+#
+# </details>
+
+# %% [markdown]
+# ## Question
+#
+# In a training of 150 steps the training loss falls to the very end. The validation loss is lowest at step 60, and rises from there. Which
+# adapter do you keep? Put `"a"`, `"b"` or `"c"` into `my_choice`.
+#
+# - **a**: that of step 150, where the training loss is lowest
+# - **b**: that of step 150, as more training cannot hurt
+# - **c**: that of step 60, where the validation loss is lowest
+
+# %% tags=["exercise"]
+my_choice = None
+lesson.check(exercises.quiz, my_choice, lesson.stem)
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# my_choice = "c"
+# ```
+#
+# </details>
 
 # %% [markdown]
 # ## You now have
@@ -355,6 +494,8 @@ if missing:
 # - a LoRA adapter trained on your rows, with the loss only on the answers,
 # - the step with the lowest validation loss, not just the last one,
 # - the same questions answered before and after the training,
+# - a loss and a training step computed by hand, equal to the library's,
+# - three trainings that failed, to compare yours with,
 # - verified checkpoints: a lost session costs the steps since the last checkpoint.
 #
 # Lesson 04 merges the adapter into the model and asks whether the training helped.

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import json
 import math
-import os
 import re
 import runpy
 import shutil
@@ -606,12 +605,11 @@ def assert_compare_names(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG_FACTS)
-def test_a_fact_of_another_kind_is_told_with_its_file_and_is_no_others_problem(name: str, home: Path) -> None:
-    good = a_run(home, "good")
+def test_a_fact_of_another_kind_is_told_with_its_file(name: str, home: Path) -> None:
+    a_run(home, "good")
     bad = a_run(home, "bad", **{"lora.layers_to_transform": [1, 2]})
     set_value(bad.facts, name, WRONG_FACTS[name])
     assert_compare_names(bad.facts)
-    assert list(compare.beside(good, {})) == ["good"], "lesson 03 shows its own run, whatever lies beside it"
 
 
 def test_lists_among_the_settings_are_shown(home: Path) -> None:
@@ -621,13 +619,12 @@ def test_lists_among_the_settings_are_shown(home: Path) -> None:
 
 
 @pytest.mark.parametrize("history", WRONG_HISTORIES.values(), ids=WRONG_HISTORIES)
-def test_a_history_of_another_kind_is_told_with_its_file_and_is_no_others_problem(history: Any, home: Path) -> None:
-    good = a_run(home, "good")
+def test_a_history_of_another_kind_is_told_with_its_file(history: Any, home: Path) -> None:
+    a_run(home, "good")
     bad = a_run(home, "bad", **{"lora.layers_to_transform": [1, 2]})
     history_file = bad.logs / "history.json"
     files.write_json(history_file, history)
     assert_compare_names(history_file)
-    assert list(compare.beside(good, {})) == ["good"], "lesson 03 shows its own run, whatever lies beside it"
 
 
 def test_planted_runs_do_not_steer_the_terminal(home: Path) -> None:
@@ -666,31 +663,6 @@ def test_what_a_run_lacks_is_a_dash(home: Path) -> None:
     assert "lora.r" not in text, "one run alone differs from nothing"
     assert "do not compare" not in text, "one run alone differs from nothing"
     assert compare.load_run(older).history == []
-
-
-def test_beside_a_run_stand_finished_and_whole_runs(home: Path, capsys: Any) -> None:
-    mine = a_run(home, "one")
-    other = a_run(home, "other")
-    begun = a_run(home, "begun")
-    files.write_json(begun.facts, {"profile": "tiny", "lessons": {}})
-
-    compare.beside(mine, {})
-    shown = capsys.readouterr().out
-    assert "begun" not in shown
-    assert cells(shown, "verdict") == ["helped"] * 2
-
-    other.facts.write_text("{")
-    compare.beside(mine, {})
-    assert cells(capsys.readouterr().out, "verdict") == ["helped"], "a damaged record is left out"
-
-
-def test_beside_a_run_stand_the_newest_of_the_same_data(home: Path) -> None:
-    same_data = [a_run(home, "slow"), a_run(home, "fast")]
-    other_data = [a_run(home, str(number), data="other") for number in range(4)]
-    mine = a_run(home, "one")
-    for age, run in enumerate([*same_data, *other_data, mine]):
-        os.utime(run.facts, (age, age))
-    assert list(compare.beside(mine, {})) == ["one", "fast", "slow"]
 
 
 def run_folder(folder: Path, processes: int, losses: dict[int, float], speed: float) -> Path:

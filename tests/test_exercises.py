@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -61,6 +62,10 @@ OWN = [
 W = torch.arange(6.0).view(2, 3)
 A = torch.tensor([[1.0, 0.0, 2.0]])
 B = torch.tensor([[3.0], [-1.0]])
+LOGITS = torch.tensor([[[4.0, 0.0, 0.0], [0.0, 2.0, 1.0], [1.0, 0.0, 3.0], [0.5, 0.0, 0.0]]])
+LABELS = torch.tensor([[-100, -100, 2, 0]])
+TRAINED = [math.log(math.e**2 + math.e + 1) - 1, math.log(math.e**3 + math.e + 1) - 1]  # -log p of 2, then of 0
+NOT_SHIFTED = [math.log(math.e**3 + math.e + 1) - 3, math.log(math.e**0.5 + 2) - 0.5]
 
 CASES = [
     # --- 01
@@ -323,6 +328,42 @@ CASES = [
             (("gguf-q8_0", "w4a16"), "vLLM does not read the first one"),
             (("fp8", "gguf-q8_0"), "older than Ampere"),
             (("fp16", "awq"), "llama.cpp reads GGUF files"),
+        ],
+    ),
+    # --- 03
+    Cases(
+        exercises.batch_loss,
+        (LOGITS, LABELS),
+        sum(TRAINED) / 2,
+        [
+            (sum(NOT_SHIFTED) / 2, "it is for the next one"),
+            (sum(TRAINED), "that is the sum"),
+            (sum(TRAINED) / 3, "do not count"),
+            (sum(TRAINED) / 2 / math.log(2), "natural logarithm"),
+            (sum(TRAINED) / 2 * 1.001, "hot"),
+        ],
+    ),
+    Cases(
+        exercises.adapter_parameters,
+        (256, 512, 16),
+        64 * (256 + 512),
+        [
+            (64 * 256, "A alone"),
+            (64 * 512, "B alone"),
+            (256 * 512, "that is W"),
+            (64 * 64, "on one side only"),
+            (16 * (256 + 512), "at rank 16"),
+        ],
+    ),
+    Cases(
+        exercises.learning_rates,
+        (2e-3, {2e-2: 0.01, 2e-3: 0.02, 2e-4: 3.0}),
+        [2e-3, 2e-4],
+        [
+            ([2e-3], "takes two"),
+            ([2e-3, 1e-3], "less than 5 times apart"),
+            ([2e-2, 2e-4], "expected the better one"),
+            ([2e-3, 2e-2], "lower validation loss, 0.01"),
         ],
     ),
 ]

@@ -7,13 +7,16 @@ its losses are kept in the run folder, so that lesson 04 can judge what lesson 0
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nbutils import chat, data, files
+from nbutils import chat, data, files, platforms
 from nbutils.chat import Row
+from nbutils.language import tr
 
 MAX_LENGTH = 256  # tokens; every bundled row is shorter
 VALIDATION_ROWS = 24
@@ -67,6 +70,22 @@ def held_out() -> list[Row]:
     return data.stored_rows(files.SAMPLES / "eval.jsonl")
 
 
+def folder(run: Path, name: str) -> Path:
+    """Where a practice run is kept in the folder of a run."""
+    return run / "practice" / name.replace(" ", "_")
+
+
+def train_all(run: Path) -> dict[str, Practised]:
+    """All RUNS by name, kept in the folder of a run; none in a script, where nobody looks at them.
+
+    Example: runs = practice.train_all(lesson.run.path)
+    """
+    if not platforms.in_kernel():
+        print(tr("Practice runs are left out in a script: they are there to be looked at in a notebook."))
+        return {}
+    return {name: train(practice, folder(run, name)) for name, practice in RUNS.items()}
+
+
 def train(practice: Practice, folder: Path) -> Practised:
     """The run in `folder`: trained now, or read, if this very one was trained before."""
     decided_by = asdict(practice)
@@ -79,15 +98,66 @@ def train(practice: Practice, folder: Path) -> Practised:
     return Practised(folder, files.read_json(history_file))
 
 
-def _train(practice: Practice, folder: Path) -> dict[str, Any]:
+def small_model(**options: Any) -> Any:
+    """The bundled model in float32 with a new adapter, the same one after the same seed.
+
+    Example: small = practice.small_model(attn_implementation="eager")
+    """
     import torch
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, set_seed
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        files.TINY_MODEL, dtype=torch.float32, trust_remote_code=False, **options
+    )
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, lora)
+
+
+def small_batch(rows: int, **options: Any) -> Any:
+    """The first bundled rows as the bundled model takes them: padded, or as the options of TRL's collator say.
+
+    Example: batch = practice.small_batch(4); small(**batch).loss
+    """
+    from transformers import AutoTokenizer
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL, trust_remote_code=False)
+    dataset = chat.build_dataset(tokenizer, rows_of(Practice(rows=rows)), MAX_LENGTH)
+    return DataCollatorForLanguageModeling(tokenizer.pad_token_id, **options)(list(dataset))
+
+
+def step(model: Any, batch: Any) -> tuple[float, float]:
+    """The MiB that a forward pass keeps for its backward pass, beside the weights, and the seconds of both.
+
+    Example: mib, seconds = practice.step(small, batch)
+    """
+    from torch.autograd.graph import saved_tensors_hooks
+
+    kept = {}  # bytes by address: tensors can share them
+
+    def note(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    began = time.perf_counter()
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(**batch).loss
+    loss.backward()
+    seconds = time.perf_counter() - began
+    for weight in model.parameters():
+        kept.pop(weight.untyped_storage().data_ptr(), None)
+    return sum(kept.values()) / 2**20, seconds
+
+
+def _train(practice: Practice, folder: Path) -> dict[str, Any]:
+    from datasets import disable_progress_bars, enable_progress_bars
+    from transformers import AutoTokenizer, PrinterCallback, set_seed
     from trl import SFTConfig, SFTTrainer
 
     set_seed(practice.seed)
     tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype=torch.float32, trust_remote_code=False)
     examples = chat.filter_by_length(tokenizer, rows_of(practice), MAX_LENGTH)
     every = max(1, practice.steps // MEASURES)
     settings = SFTConfig(
@@ -99,6 +169,7 @@ def _train(practice: Practice, folder: Path) -> dict[str, Any]:
         max_length=None,
         gradient_checkpointing=False,
         bf16=False,
+        dataloader_pin_memory=False,
         logging_steps=every,
         eval_strategy="steps",
         eval_steps=every,
@@ -108,19 +179,22 @@ def _train(practice: Practice, folder: Path) -> dict[str, Any]:
         disable_tqdm=True,
         seed=practice.seed,
     )
+    disable_progress_bars()  # of TRL, for steps that change nothing here
     trainer: Any = SFTTrainer(
-        model=model,
+        model=small_model(),
         args=settings,
         train_dataset=chat.training_dataset(examples),
         eval_dataset=chat.validation_dataset(examples, held_out(), VALIDATION_ROWS),
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
+    enable_progress_bars()
     trainer.remove_callback(PrinterCallback)  # the figure shows its numbers
     trainer.train()
     trainer.model.save_pretrained(folder)
     log = trainer.state.log_history
     return {
         "train": [(entry["step"], entry["loss"]) for entry in log if "loss" in entry],
-        "validation": [(entry["step"], entry["eval_loss"]) for entry in log if "eval_loss" in entry],
+        "validation": [
+            (entry["step"], entry["eval_loss"]) for entry in log if math.isfinite(entry.get("eval_loss", math.nan))
+        ],
     }
