@@ -67,10 +67,11 @@ class Example(NamedTuple):
 
     def first_answer(self) -> tuple[list[int], int]:
         """The ids up to the end of the first answer, and the position where that answer begins."""
-        first = self.trained.find(1)
+        first = self.trained.index(1)
         end = self.trained.find(0, first)
-        ids = list(self.ids)
-        return (ids if end < 0 else ids[:end]), first
+        if end < 0:
+            end = len(self.ids)
+        return list(self.ids[:end]), first
 
 
 def answer_turns(row: Row) -> Turns:

@@ -103,17 +103,16 @@ def compare_runs(runs: Words, out: Path | None, as_json: bool) -> None:
 
 @app.command("progress")
 @option("--name", default="", help="Your name, for the certificate.")
-@json_option
-def show_progress(name: str, as_json: bool) -> None:
+def show_progress(name: str) -> None:
     """Show which exercises are solved; when those of lessons 01-05 are, write a certificate beside the runs."""
     from nbutils import platforms, progress
 
     keep = platforms.folders(platforms.detect()).keep
-    lessons = progress.state(keep)
-    _print_result(as_json, lessons, progress.text(lessons))
-    if progress.course_done(lessons):
-        file = progress.write_certificate(keep, lessons, name)
-        print(tr("certificate  {file}", file=file), file=sys.stderr if as_json else sys.stdout)
+    solved = progress.solved(keep)
+    print(progress.text(solved))
+    if progress.course_done(solved):
+        file = progress.write_certificate(keep, solved, name)
+        print(tr("certificate  {file}", file=file))
 
 
 @app.command("fetch")

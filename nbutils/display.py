@@ -210,8 +210,14 @@ def _mark(axes: Any, curve: Losses) -> None:
     best = min(curve, key=itemgetter(1))
     axes.plot(*best, "k*", markersize=11, label=tr("best: step {step}", step=best[0]))
     for place, shift, side in ((curve[0], 7, "left"), (best, -7, "right")):
-        text = f"{place[1]:.3g}"
-        axes.annotate(text, place, xytext=(shift, 4), textcoords="offset points", fontsize=8, ha=side)
+        axes.annotate(
+            f"{place[1]:.3g}",
+            place,
+            xytext=(shift, 4),
+            textcoords="offset points",
+            fontsize=8,
+            ha=side,
+        )
 
 
 def show_figure(figure: Any, path: Path | None = None) -> None:

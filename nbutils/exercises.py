@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
 from operator import mul, sub
 from pathlib import Path
 from statistics import fmean
@@ -96,12 +95,13 @@ def quiz(answer: str, stem: str) -> Checked:
 
 def halved_parts(answer: Sequence[str], whole: Mapping[str, float], half: Mapping[str, float]) -> Checked:
     """Lesson 01: the parts of the memory that are smaller in `half`, where rows have half as many tokens."""
+    shrinking = [part for part in whole if half[part] < whole[part]]
     for part in answer:
         if part not in whole:
             return wrong(tr("saw {answer!r}, expected one of: {choices}", answer=part, choices=", ".join(whole)))
-        if half[part] == whole[part]:
+        if part not in shrinking:
             return wrong(tr("{part}: {size:.2f} GiB both times", part=part, size=whole[part]))
-    missing = sum(half[part] < whole[part] for part in whole if part not in answer)
+    missing = len(set(shrinking) - set(answer))
     if missing:
         return wrong(tr("what you named shrinks; parts that are missing: {count}", count=missing))
     return right(tr("these parts shrink, and no others"))
@@ -111,7 +111,9 @@ def longest_rows(answer: int, fits: Callable[[int], bool], step: int) -> Checked
     """Lesson 01: the largest multiple of `step` tokens that rows may have for the training to fit."""
     if answer % step:
         return wrong(tr("a multiple of {step} is expected", step=step))
-    longest = next(length for length in count(0, step) if not fits(length + step))
+    longest = 0
+    while fits(longest + step):
+        longest += step
     return near(answer, longest, 0)
 
 

@@ -22,7 +22,10 @@ SKY = "#56B4E9"
 PINK = "#CC79A7"
 GREY = "#999999"
 COLORS = (BLUE, ORANGE, GREEN, RED, SKY, PINK, GREY)
-MARKERS = "os^Dv"
+MARKERS = list("os^DvPX")
+TRAINED = "#c5eadb"
+UNTRAINED = "#eeeeee"
+SMALL = 8  # points
 WIDTH = 8.4  # inches: a notebook's column
 COLUMNS = 10  # tokens in a line
 IGNORED = -100
@@ -40,22 +43,21 @@ def bars(
 
     Example: figures.bars({"LoRA": {"weights": 14.2, "adapter": 0.6}}, "Memory of a 7B", "GiB", limit=15.0)
     """
-    labels = list(dict.fromkeys(label for values in parts.values() for label in values))
-    thickness = 0.7 if stacked else 0.8 / len(labels)
-    rows = len(parts) * (1 if stacked else len(labels))
-    figure, axes = pyplot().subplots(figsize=(WIDTH, 1.2 + (0.34 if stacked else 0.2) * rows), layout="constrained")
-    left = [0.0] * len(parts)
-    for number, label in enumerate(labels):
-        sizes = [values.get(label, 0.0) for values in parts.values()]
-        shift = 0.0 if stacked else (number - (len(labels) - 1) / 2) * thickness
-        places = [place + shift for place in range(len(parts))]
-        color = COLORS[number % len(COLORS)]
-        axes.barh(places, sizes, thickness, left=left, label=label, color=color, edgecolor="white")
-        if stacked:
-            left = [start + size for start, size in zip(left, sizes, strict=True)]
+    from pandas import DataFrame
+
+    table = DataFrame.from_dict(parts, orient="index")
+    height = 0.34 * len(table) if stacked else 0.2 * table.size
+    figure, axes = _axes(1.2 + height)
+    table.plot.barh(
+        ax=axes,
+        stacked=stacked,
+        color=COLORS,
+        width=0.75,
+        edgecolor="white",
+        legend=False,
+    )
     if limit is not None:
         axes.axvline(limit, color="black", linestyle="--", label=tr("limit {limit:.3g}", limit=limit))
-    axes.set_yticks(range(len(parts)), list(parts))
     axes.invert_yaxis()
     axes.set(title=title, xlabel=unit)
     figure.legend(ncols=4, loc="outside lower center", frameon=False)
@@ -74,23 +76,32 @@ def dots(
 
     Example: figures.dots({"vLLM": {"1": (120.0, 8.0), "8": (700.0, 11.0)}}, "Speed", "tokens/s", "ms", log="x")
     """
-    figure, axes = pyplot().subplots(figsize=(WIDTH, 3.4), layout="constrained")
-    for number, (label, points) in enumerate(series.items()):
-        across, up = zip(*points.values(), strict=True)
-        marker = MARKERS[number % len(MARKERS)]
-        axes.plot(across, up, marker=marker, label=label, color=COLORS[number % len(COLORS)])
+    figure, axes = _axes(3.4)
+    axes.set_prop_cycle(color=COLORS, marker=MARKERS)
+    for label, points in series.items():
+        axes.plot(*zip(*points.values(), strict=True), label=label)
         for name, place in points.items():
-            axes.annotate(name, place, xytext=(5, 5), textcoords="offset points", fontsize=8)
+            axes.annotate(
+                name,
+                place,
+                xytext=(5, 5),
+                textcoords="offset points",
+                fontsize=SMALL,
+            )
     pyplot().rcParams["axes.formatter.min_exponent"] = 6  # a log axis says 1000, not 10³
-    if "x" in log:
-        axes.set_xscale("log")
-    if "y" in log:
-        axes.set_yscale("log")
+    for axis in log:
+        axes.set(**{f"{axis}scale": "log"})
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.margins(0.12)
     if len(series) > 1:
         axes.legend(frameon=False)
     show_figure(figure, path)
+
+
+def _axes(height: float, rows: int = 1, columns: int = 1, **options: Any) -> Any:
+    """A figure as wide as a notebook's column, and its axes."""
+    size = (WIDTH, height)
+    return pyplot().subplots(rows, columns, figsize=size, layout="constrained", **options)
 
 
 # --- 02: the data -----------------------------------------------------------------------------------------------------
@@ -102,16 +113,22 @@ def token_labels(tokens: Sequence[str], ids: Sequence[int], labels: Sequence[int
     Example: figures.token_labels(["Hi", "<|im_end|>"], [13048, 151645], [-100, 151645])
     """
     lines = math.ceil(len(tokens) / COLUMNS)
-    figure, axes = pyplot().subplots(figsize=(WIDTH, 0.68 * lines + 0.3), layout="constrained")
+    figure, axes = _axes(0.68 * lines + 0.3)
+    middle = {"va": "center", "fontsize": SMALL}
     for number, token in enumerate(tokens):
         line, column = divmod(number, COLUMNS)
-        trained = labels[number] != IGNORED
-        box = {"boxstyle": "round,pad=0.35", "facecolor": "#c5eadb" if trained else "#eeeeee", "edgecolor": "none"}
-        text = f"{_short(token):^9}\n{ids[number]:^9}\n{labels[number]:^9}"
-        axes.text(column, -line, text, ha="center", va="center", fontsize=8, bbox=box)
+        color = UNTRAINED if labels[number] == IGNORED else TRAINED
+        axes.text(
+            column,
+            -line,
+            f"{_short(token)}\n{ids[number]}\n{labels[number]}",
+            ha="center",
+            bbox={"boxstyle": "round,pad=0.35", "facecolor": color, "edgecolor": "none"},
+            **middle,
+        )
+    names = "\n".join(["token", tr("id"), tr("label")])
     for line in range(lines):
-        names = "\n".join(["token", tr("id"), tr("label")])
-        axes.text(-0.6, -line, names, ha="right", va="center", fontsize=8, color=GREY)
+        axes.text(-0.6, -line, names, ha="right", color=GREY, **middle)
     axes.set(xlim=(-1.1, COLUMNS - 0.5), ylim=(0.5 - lines, 0.5))
     axes.axis("off")
     show_figure(figure, path)
@@ -122,10 +139,14 @@ def lengths(lengths: Sequence[int], limit: int, path: Path | None = None) -> Non
 
     Example: figures.lengths(examples.lengths, examples.max_length)
     """
-    figure, axes = pyplot().subplots(figsize=(WIDTH, 2.5), layout="constrained")
+    figure, axes = _axes(2.5)
     axes.hist(lengths, bins=30, color=BLUE)
     axes.axvline(limit, color=RED, linestyle="--", label=f"max_length {limit}")
-    axes.set(title=tr("Tokens of a training example"), xlabel=tr("tokens"), ylabel=tr("examples"))
+    axes.set(
+        title=tr("Tokens of a training example"),
+        xlabel=tr("tokens"),
+        ylabel=tr("examples"),
+    )
     axes.legend(frameon=False)
     show_figure(figure, path)
 
@@ -138,10 +159,10 @@ def levels(weights: Any, levels: Mapping[str, Sequence[float]], path: Path | Non
 
     Example: figures.levels(shares, {"nf4": state.code, "fp4": other.code})
     """
-    figure, rows = pyplot().subplots(len(levels), figsize=(WIDTH, 3.4), sharex=True, layout="constrained")
-    for axes, (title, values) in zip(rows, levels.items(), strict=True):
+    figure, rows = _axes(3.4, rows=len(levels), sharex=True)
+    for axes, title in zip(rows, levels, strict=True):
         axes.hist(weights, bins=100, color=SKY)
-        for value in values:
+        for value in levels[title]:
             axes.axvline(value, color=RED)
         axes.set_title(title, fontsize=10)
         axes.set_yticks([])
@@ -155,10 +176,17 @@ def matrices(matrices: Mapping[str, Any], path: Path | None = None) -> None:
     Example: figures.matrices({"W": weight, "B": b, "A": a})
     """
     widths = [values.shape[1] for values in matrices.values()]
-    figure, row = pyplot().subplots(1, len(widths), figsize=(WIDTH, 3.0), width_ratios=widths, layout="constrained")
-    for axes, (title, values) in zip(row, matrices.items(), strict=True):
+    figure, row = _axes(3.0, columns=len(widths), width_ratios=widths)
+    for axes, title in zip(row, matrices, strict=True):
+        values = matrices[title]
         most = float(abs(values).max()) or 1.0
-        axes.imshow(values, cmap="PuOr", vmin=-most, vmax=most, interpolation="nearest")
+        axes.imshow(
+            values,
+            cmap="PuOr",
+            vmin=-most,
+            vmax=most,
+            interpolation="nearest",
+        )
         axes.set_title(title, fontsize=9)
         axes.set(xticks=[], yticks=[])
     show_figure(figure, path)

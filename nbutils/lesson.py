@@ -246,10 +246,11 @@ class Lesson(Machine):
 
     def _tell_exercises(self) -> None:
         """How many exercises of this lesson are solved, and which are not."""
-        noted = record.load_facts(self.run.facts).exercises.get(self.stem, {})
-        names = [check.__name__ for check in exercises.OF_LESSON[self.stem]]
-        todo = [name for name in names if name not in noted or not noted[name].right]
-        print(tr("Exercises: {solved} of {all} solved", solved=len(names) - len(todo), all=len(names)))
+        facts = record.load_facts(self.run.facts)
+        asked = [check.__name__ for check in exercises.OF_LESSON[self.stem]]
+        todo = [name for name in asked if not facts.has_solved(self.stem, name)]
+        done = len(asked) - len(todo)
+        print(tr("Exercises: {solved} of {all} solved", solved=done, all=len(asked)))
         if todo:
             print(tr("  to do: {names}", names=", ".join(todo)))
 

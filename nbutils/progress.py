@@ -3,64 +3,69 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
 from pathlib import Path
 
-from nbutils import display, exercises, files, record
+from nbutils import display, files, record
 from nbutils.errors import CourseError
+from nbutils.exercises import OF_LESSON
 from nbutils.language import language, tr
 from nbutils.lesson import COURSE
-from nbutils.record import RunFacts
 
 CERTIFICATE = "certificate.html"
-State = Mapping[str, Mapping[str, bool]]  # of every lesson: each exercise, and whether it is solved
+Solved = dict[str, list[str]]  # the exercises of each lesson that are solved
 
 
-def state(keep: Path) -> dict[str, dict[str, bool]]:
-    """Every exercise of every lesson, and whether a run in this folder has solved it."""
-    solved = set()
+def solved(keep: Path) -> Solved:
+    """The exercises that a run in this folder has solved."""
+    done: Solved = {stem: [] for stem in OF_LESSON}
     for run in record.runs(keep).values():
-        for stem, noted in record.load_facts(run.facts).exercises.items():
-            solved |= {(stem, name) for name, exercise in noted.items() if exercise.right}
-    lessons = {}
-    for stem, checks in exercises.OF_LESSON.items():
-        lessons[stem] = {check.__name__: (stem, check.__name__) in solved for check in checks}
-    return lessons
+        facts = record.load_facts(run.facts)
+        for stem, names in done.items():
+            for name in asked(stem):
+                if facts.has_solved(stem, name) and name not in names:
+                    names.append(name)
+    return done
 
 
-def text(lessons: State) -> str:
+def asked(stem: str) -> list[str]:
+    """The exercises of a lesson."""
+    return [check.__name__ for check in OF_LESSON[stem]]
+
+
+def text(solved: Solved) -> str:
     """A line for each lesson: how many are solved, and which are not."""
     lines = [[tr("lesson"), tr("solved"), tr("to do")]]
-    for stem, solved in lessons.items():
-        open_ones = [name for name, right in solved.items() if not right]
-        lines.append([stem, f"{len(solved) - len(open_ones)} / {len(solved)}", ", ".join(open_ones)])
+    for stem, done in solved.items():
+        names = asked(stem)
+        todo = [name for name in names if name not in done]
+        share = f"{len(done)} / {len(names)}"
+        lines.append([stem, share, ", ".join(todo)])
     return display.columns_of(lines)
 
 
-def course_done(lessons: State) -> bool:
+def course_done(solved: Solved) -> bool:
     """Whether all exercises of the course 01-05 are solved."""
-    return all(right for stem in COURSE for right in lessons[stem].values())
+    return all(len(solved[stem]) == len(asked(stem)) for stem in COURSE)
 
 
-def write_certificate(keep: Path, lessons: State, name: str) -> Path:
+def write_certificate(keep: Path, solved: Solved, name: str) -> Path:
     """The certificate, from the newest run that lesson 04 has judged."""
-    judged: dict[str, RunFacts] = {}
-    for run_name, run in record.runs(keep).items():
+    for run in record.runs(keep).values():
         facts = record.load_facts(run.facts)
         if facts.evaluation.verdict:
-            judged[run_name] = facts
-    if not judged:
+            break
+    else:
         raise CourseError(
             tr("No run in {folder} has a verdict.", folder=keep),
             todo=tr("Run lesson 04 of the run that the certificate should tell of."),
         )
-    run_name, facts = next(iter(judged.items()))
     page = display.render(
         "certificate.html",
         name=name,
-        run=run_name,
+        run=run.name,
         facts=facts,
-        lessons=lessons,
+        solved=solved,
+        asked=asked,
         day=datetime.date.today().isoformat(),
         language=language(),
     )

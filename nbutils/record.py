@@ -135,6 +135,11 @@ class RunFacts(Recorded):
         default=Evaluation(), validation_alias=AliasPath("lessons", "04_merge", "evaluation")
     )
 
+    def has_solved(self, lesson: str, exercise: str) -> bool:
+        """Whether this run has solved an exercise."""
+        noted = self.exercises.get(lesson, {}).get(exercise)
+        return noted is not None and noted.right
+
 
 class RunFolder:
     """The folder of one run, which its lessons share."""
@@ -285,10 +290,13 @@ def update(path: Path, top: Facts, lesson: str, facts: Facts, outdated: Sequence
 def note_exercise(path: Path, lesson: str, name: str, right: bool) -> None:
     """Note one more try of an exercise, and whether it is solved."""
     facts = read_facts(path)
-    of_lesson = facts.setdefault("exercises", {}).setdefault(lesson, {})
-    before = Exercise.model_validate(of_lesson.get(name, {}))
-    noted = Exercise(right=right or before.right, tries=before.tries + 1)
-    of_lesson[name] = noted.model_dump()
+    exercises = facts.setdefault("exercises", {})
+    of_lesson = exercises.setdefault(lesson, {})
+    before = of_lesson.get(name, {"right": False, "tries": 0})
+    of_lesson[name] = {
+        "right": right or before["right"],
+        "tries": before["tries"] + 1,
+    }
     _write(path, facts)
 
 

@@ -62,7 +62,11 @@ def rows_of(practice: Practice) -> list[Row]:
         return rows
     answers = [row["messages"][-1] for row in rows]
     random.Random(practice.seed).shuffle(answers)
-    return [{"messages": [*row["messages"][:-1], answer]} for row, answer in zip(rows, answers, strict=True)]
+    shuffled = []
+    for row, answer in zip(rows, answers, strict=True):
+        question = row["messages"][0]
+        shuffled.append({"messages": [question, answer]})
+    return shuffled
 
 
 def held_out() -> list[Row]:
