@@ -351,7 +351,7 @@ from nbutils.evaluation import scores
 
 short = judged["too short"].tuned
 questions = [messages[-1]["content"] for messages in short.evaluator.questions]
-asked = data.own_language_first(zip(questions, short.evaluator.references, range(len(questions))))
+asked = data.own_language_first(zip(questions, short.evaluator.references, range(len(questions)), strict=True))
 wrong = [row for row in asked if not short.scores["exact_match"][row[-1]]]
 errors = [{"question": question, "reference": reference, "answer": short.texts[number]} for question, reference, number in wrong]
 display.show_table(errors[:8])
