@@ -351,8 +351,9 @@ from nbutils.evaluation import scores
 
 short = judged["too short"].tuned
 questions = [messages[-1]["content"] for messages in short.evaluator.questions]
-answers = data.own_language_first(zip(questions, short.evaluator.references, short.texts, strict=True))
-errors = [{"question": asked, "reference": wanted, "answer": given} for asked, wanted, given in answers if given.strip() != wanted]
+asked = data.own_language_first(zip(questions, short.evaluator.references, range(len(questions)), strict=True))
+wrong = [row for row in asked if not short.scores["exact_match"][row[-1]]]
+errors = [{"question": question, "reference": reference, "answer": short.texts[number]} for question, reference, number in wrong]
 display.show_table(errors[:8])
 right = list(map(scores.right_fields, short.texts, short.evaluator.references))
 print(right[0])

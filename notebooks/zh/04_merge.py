@@ -315,8 +315,9 @@ from nbutils.evaluation import scores
 
 short = judged["too short"].tuned
 questions = [messages[-1]["content"] for messages in short.evaluator.questions]
-answers = data.own_language_first(zip(questions, short.evaluator.references, short.texts, strict=True))
-errors = [{"问题": asked, "参考答案": wanted, "回答": given} for asked, wanted, given in answers if given.strip() != wanted]
+asked = data.own_language_first(zip(questions, short.evaluator.references, range(len(questions)), strict=True))
+wrong = [row for row in asked if not short.scores["exact_match"][row[-1]]]
+errors = [{"问题": question, "参考答案": reference, "回答": short.texts[number]} for question, reference, number in wrong]
 display.show_table(errors[:8])
 right = list(map(scores.right_fields, short.texts, short.evaluator.references))
 print(right[0])
