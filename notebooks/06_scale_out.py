@@ -91,8 +91,8 @@ def gradient_of(share):
 
 first, second, whole = (gradient_of(share) for share in (slice(0, 4), slice(4, 8), slice(0, 8)))
 average = (first + second) / 2
-print(f"process 1  {first.tolist()}\nprocess 2  {second.tolist()}")
-print(f"average    {average.tolist()}\nall rows   {whole.tolist()}  equal: {torch.allclose(average, whole)}")
+print(f"process 1  {first[0]}\nprocess 2  {second[0]}")
+print(f"average    {average[0]}\nall rows   {whole[0]}  equal: {torch.allclose(average, whole)}")
 
 # %% [markdown]
 # ## FSDP: everybody has a part of it

@@ -89,8 +89,8 @@ def gradient_of(share):
 
 first, second, whole = (gradient_of(share) for share in (slice(0, 4), slice(4, 8), slice(0, 8)))
 average = (first + second) / 2
-print(f"进程 1    {first.tolist()}\n进程 2    {second.tolist()}")
-print(f"平均      {average.tolist()}\n全部样本  {whole.tolist()}  相同：{torch.allclose(average, whole)}")
+print(f"进程 1    {first[0]}\n进程 2    {second[0]}")
+print(f"平均      {average[0]}\n全部样本  {whole[0]}  相同：{torch.allclose(average, whole)}")
 
 # %% [markdown]
 # ## FSDP：每块 GPU 只放一份
@@ -112,7 +112,7 @@ from nbutils.models import find_shape
 from nbutils.plan import gpus, memory
 
 held = {}
-for name, engine, cards in [("1 块 GPU", "ddp", 1), ("DDP，4 块中的每块", "ddp", 4), ("FSDP，4 块中的每块", "fsdp_qlora", 4), ("FSDP，8 块中的每块", "fsdp_qlora", 8)]:
+for name, engine, cards in [("1 块 GPU", "ddp", 1), ("DDP，共 4 块", "ddp", 4), ("FSDP，共 4 块", "fsdp_qlora", 4), ("FSDP，共 8 块", "fsdp_qlora", 8)]:
     recipe = memory.Recipe(engine=engine, cards=cards, gradient_accumulation_steps=16 // cards)
     sizes = memory.parts(find_shape("Qwen2.5-72B"), recipe)
     held[name] = {tr(part): size for part, size in sizes.items() if size > 0.1}
