@@ -7,7 +7,7 @@ A check is a pure function of the answer and of what it is checked against; it p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import mul, sub
@@ -75,6 +75,11 @@ def heat(number: float, expected: float) -> str:
     return tr("warm") if times <= WARM else tr("cold")
 
 
+def not_among(answer: Any, choices: Iterable[str]) -> str:
+    """The answer is none of the choices."""
+    return tr("saw {answer!r}, expected one of: {choices}", answer=answer, choices=", ".join(choices))
+
+
 @cache
 def quizzes() -> dict[str, dict[str, Any]]:
     """For each lesson, and for each curve and message of lesson 99: the right choice, and what is said of each."""
@@ -86,7 +91,7 @@ def quiz(answer: str, stem: str) -> Checked:
     question = quizzes()[stem]
     told = question["told"]
     if answer not in told:
-        return wrong(tr("saw {answer!r}, expected one of: {choices}", answer=answer, choices=", ".join(told)))
+        return wrong(not_among(answer, told))
     return Checked(answer == question["right"], tr(told[answer]))
 
 
@@ -98,10 +103,10 @@ def halved_parts(answer: Sequence[str], whole: Mapping[str, float], half: Mappin
     shrinking = [part for part in whole if half[part] < whole[part]]
     for part in answer:
         if part not in whole:
-            return wrong(tr("saw {answer!r}, expected one of: {choices}", answer=part, choices=", ".join(whole)))
+            return wrong(not_among(part, whole))
         if part not in shrinking:
             return wrong(tr("{part}: {size:.2f} GiB both times", part=part, size=whole[part]))
-    missing = len(set(shrinking) - set(answer))
+    missing = len(shrinking) - len(set(answer))
     if missing:
         return wrong(tr("what you named shrinks; parts that are missing: {count}", count=missing))
     return right(tr("these parts shrink, and no others"))
@@ -300,7 +305,7 @@ def commonest_error(answer: str, right: Sequence[Mapping[str, bool]]) -> Checked
     """Lesson 04: the field that is wrong most often, by which fields of each answer are right."""
     errors = {field: sum(not fields[field] for fields in right) for field in right[0]}
     if answer not in errors:
-        return wrong(tr("saw {answer!r}, expected one of: {choices}", answer=answer, choices=", ".join(errors)))
+        return wrong(not_among(answer, errors))
     count = errors[answer]
     most = max(errors.values())
     told = tr(
@@ -500,3 +505,8 @@ OF_LESSON: Mapping[str, Sequence[Check]] = {
     "09_benchmark": (highest_concurrency, server_gain, quiz),
     "99_when_it_breaks": (named_curves, named_causes, quiz),
 }
+
+
+def names_of(stem: str) -> list[str]:
+    """The exercises of a lesson."""
+    return [check.__name__ for check in OF_LESSON[stem]]

@@ -247,7 +247,7 @@ class Lesson(Machine):
     def _tell_exercises(self) -> None:
         """How many exercises of this lesson are solved, and which are not."""
         facts = record.load_facts(self.run.facts)
-        asked = [check.__name__ for check in exercises.OF_LESSON[self.stem]]
+        asked = exercises.names_of(self.stem)
         todo = [name for name in asked if not facts.has_solved(self.stem, name)]
         done = len(asked) - len(todo)
         print(tr("Exercises: {solved} of {all} solved", solved=done, all=len(asked)))

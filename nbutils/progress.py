@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nbutils import display, files, record
 from nbutils.errors import CourseError
-from nbutils.exercises import OF_LESSON
+from nbutils.exercises import OF_LESSON, names_of
 from nbutils.language import language, tr
 from nbutils.lesson import COURSE
 
@@ -21,22 +21,17 @@ def solved(keep: Path) -> Solved:
     for run in record.runs(keep).values():
         facts = record.load_facts(run.facts)
         for stem, names in done.items():
-            for name in asked(stem):
+            for name in names_of(stem):
                 if facts.has_solved(stem, name) and name not in names:
                     names.append(name)
     return done
-
-
-def asked(stem: str) -> list[str]:
-    """The exercises of a lesson."""
-    return [check.__name__ for check in OF_LESSON[stem]]
 
 
 def text(solved: Solved) -> str:
     """A line for each lesson: how many are solved, and which are not."""
     lines = [[tr("lesson"), tr("solved"), tr("to do")]]
     for stem, done in solved.items():
-        names = asked(stem)
+        names = names_of(stem)
         todo = [name for name in names if name not in done]
         share = f"{len(done)} / {len(names)}"
         lines.append([stem, share, ", ".join(todo)])
@@ -45,7 +40,7 @@ def text(solved: Solved) -> str:
 
 def course_done(solved: Solved) -> bool:
     """Whether all exercises of the course 01-05 are solved."""
-    return all(len(solved[stem]) == len(asked(stem)) for stem in COURSE)
+    return all(len(solved[stem]) == len(names_of(stem)) for stem in COURSE)
 
 
 def write_certificate(keep: Path, solved: Solved, name: str) -> Path:
@@ -65,7 +60,7 @@ def write_certificate(keep: Path, solved: Solved, name: str) -> Path:
         run=run.name,
         facts=facts,
         solved=solved,
-        asked=asked,
+        asked=names_of,
         day=datetime.date.today().isoformat(),
         language=language(),
     )
