@@ -137,7 +137,8 @@ def levels(weights: Any, levels: Mapping[str, Sequence[float]], path: Path | Non
 
     Example: figures.levels(shares, {"nf4": state.code, "fp4": other.code})
     """
-    figure, rows = pyplot().subplots(len(levels), figsize=(WIDTH, 3.4), sharex=True, layout="constrained")
+    size = (WIDTH, 3.4)
+    figure, rows = pyplot().subplots(len(levels), figsize=size, sharex=True, layout="constrained")
     for axes, (title, values) in zip(rows, levels.items(), strict=True):
         axes.hist(weights, bins=100, color=SKY)
         for value in values:
@@ -154,12 +155,24 @@ def matrices(matrices: Mapping[str, Any], path: Path | None = None) -> None:
     Example: figures.matrices({"W": weight, "B": b, "A": a})
     """
     widths = [values.shape[1] for values in matrices.values()]
-    figure, row = pyplot().subplots(1, len(widths), figsize=(WIDTH, 3.0), width_ratios=widths, layout="constrained")
+    figure, row = pyplot().subplots(
+        1,
+        len(widths),
+        figsize=(WIDTH, 3.0),
+        width_ratios=widths,
+        layout="constrained",
+    )
     for axes, (title, values) in zip(row, matrices.items(), strict=True):
-        most = float(abs(values).max()) or 1.0
-        axes.imshow(values, cmap="PuOr", vmin=-most, vmax=most, interpolation="nearest")
+        most = abs(values).max()
+        axes.imshow(
+            values,
+            cmap="PuOr",
+            vmin=-most,
+            vmax=most,
+            interpolation="nearest",
+        )
         axes.set_title(title, fontsize=9)
-        axes.set(xticks=[], yticks=[])
+        axes.axis("off")
     show_figure(figure, path)
 
 
