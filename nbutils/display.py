@@ -175,7 +175,7 @@ def plot_panels(
     log: bool = False,
     kept: int | None = None,
 ) -> None:
-    """Loss curves by label, in a panel for each title; on a log axis the last curve has its start and best marked."""
+    """Loss curves by label, in a panel for each title; on a log axis those that are not of the training are marked."""
     if not any(panels.values()):
         return
     columns = len(panels)
@@ -184,16 +184,17 @@ def plot_panels(
     for number, (title, curves) in enumerate(panels.items(), 1):
         axes = figure.add_subplot(1, columns, number, xlabel=tr("step"), ylabel=tr("loss"))
         axes.set_title(title, fontsize=10)
-        curve: Losses | None = None
         for label, curve in curves.items():
             if curve:
                 steps, losses = zip(*curve, strict=True)
                 axes.plot(steps, losses, marker=".", label=label)
+                if log and label != tr("training"):
+                    _mark(axes, curve)
         if log:
-            axes.set_yscale("log", subs=[2, 5])
+            axes.set_yscale("log", subs=[3])
+            axes.margins(y=0.2)
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("{x:g}")
-            _mark(axes, curve or ())
         else:
             axes.axhline(0, color="lightgrey")
         if kept:
@@ -204,16 +205,16 @@ def plot_panels(
 
 
 def _mark(axes: Any, curve: Losses) -> None:
-    """Where a curve begins, and where it is lowest."""
-    if not curve:
-        return
+    """Say where a curve begins, and where it is lowest."""
     best = min(curve, key=itemgetter(1))
-    axes.plot(*best, "k*", markersize=11, label=tr("best: step {step}", step=best[0]))
-    for place, shift, side in ((curve[0], 7, "left"), (best, -7, "right")):
+    axes.plot(*best, "k*", markersize=11)
+    lowest = tr("best {loss:.3g}, step {step}", loss=best[1], step=best[0])
+    start = f"{curve[0][1]:.3g}"
+    for text, place, shift, side in ((start, curve[0], (7, 2), "left"), (lowest, best, (-3, -15), "right")):
         axes.annotate(
-            f"{place[1]:.3g}",
+            text,
             place,
-            xytext=(shift, 4),
+            xytext=shift,
             textcoords="offset points",
             fontsize=8,
             ha=side,

@@ -188,7 +188,7 @@ def matrices(matrices: Mapping[str, Any], path: Path | None = None) -> None:
             interpolation="nearest",
         )
         axes.set_title(title, fontsize=9)
-        axes.set(xticks=[], yticks=[])
+        axes.axis("off")
     show_figure(figure, path)
 
 

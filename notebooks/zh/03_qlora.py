@@ -386,7 +386,7 @@ if distributed.world_size() == 1:  # 多个进程时，一个进程可能只有�
 # %%
 runs = practice.train_all(lesson.run.path)
 display.plot_panels({
-    title: {"训练": run.history["train"], "验证": run.history["validation"]}
+    title: {"训练": run.history["train"], "验证损失": run.history["validation"]}
     for title, run in zip(["太短", "背下来了", "答案打乱"], runs.values(), strict=False)
 }, log=True)
 
