@@ -20,6 +20,8 @@
 # - proof that exactly the answers are trained, and that each ends with a stop token.
 #
 # Takes less than a minute for the bundled sample, and about two minutes per million rows. Disk: three times your data.
+#
+# Every word is explained where it first appears, and in the [glossary](../docs/glossary.md).
 
 # %% [markdown]
 # The next cell installs the course if it is missing; on Colab, from the repository this notebook was opened from. If it stops, name

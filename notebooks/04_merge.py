@@ -20,6 +20,8 @@
 # - a verdict on whether the tuning helped, which can be no, and an HTML report.
 #
 # Takes about two minutes with the tiny model on 2 cores. A 7B needs 16 GB of disk, and for the merge 2 GB of memory in all.
+#
+# Every word is explained where it first appears, and in the [glossary](../docs/glossary.md).
 
 # %% [markdown]
 # The next cell installs the course if it is missing; on Colab, from the repository this notebook was opened from. If it stops, name

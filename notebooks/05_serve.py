@@ -23,6 +23,8 @@
 #
 # Takes about a minute with the tiny model on 2 cores. The first time, building the serving environment adds some minutes and 3 GB of
 # disk (12 GB with a GPU).
+#
+# Every word is explained where it first appears, and in the [glossary](../docs/glossary.md).
 
 # %% [markdown]
 # The next cell installs the course if it is missing; on Colab, from the repository this notebook was opened from. If it stops, name

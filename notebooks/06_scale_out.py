@@ -23,6 +23,8 @@
 #
 # Takes about three minutes with the tiny model on 2 cores; with a larger one as long as lesson 03, divided by your GPUs, and a
 # few minutes for the comparison. Disk: as lesson 03.
+#
+# Every word is explained where it first appears, and in the [glossary](../docs/glossary.md).
 
 # %% [markdown]
 # The next cell installs the course if it is missing; on Colab, from the repository this notebook was opened from. If it stops, name

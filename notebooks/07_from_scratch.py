@@ -23,6 +23,8 @@
 #
 # Takes two to three minutes on two CPU cores and 0.1 GB of disk with these defaults. A forecast below says what your settings take on
 # a GPU, before you rent one.
+#
+# Every word is explained where it first appears, and in the [glossary](../docs/glossary.md).
 
 # %% [markdown]
 # The next cell installs the course if it is missing; on Colab, from the repository this notebook was opened from. If it stops, name

@@ -24,6 +24,8 @@
 # Takes about half a minute with the tiny model on 2 cores; each further format adds about 20 seconds, `awq` some minutes. The first export also
 # builds an environment for the export libraries: some minutes, 3 GB of disk, 9 GB on a machine with a GPU. An export takes as much disk as the
 # table says.
+#
+# Every word is explained where it first appears, and in the [glossary](../docs/glossary.md).
 
 # %% [markdown]
 # The next cell installs the course if it is missing; on Colab, from the repository this notebook was opened from. If it stops, name

@@ -19,6 +19,8 @@
 # - the scores of base model and adapter, served under two names by one server.
 #
 # Takes about two minutes with the tiny model on 2 cores, and some minutes with a GPU. Needs the serving environment of lesson 05.
+#
+# Every word is explained where it first appears, and in the [glossary](../docs/glossary.md).
 
 # %% [markdown]
 # The next cell installs the course if it is missing; on Colab, from the repository this notebook was opened from. If it stops, name

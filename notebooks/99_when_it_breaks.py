@@ -19,6 +19,8 @@
 # - what the loss curve of a training says about it.
 #
 # Takes under a minute; nothing is downloaded, and nothing in your run is changed.
+#
+# Every word is explained where it first appears, and in the [glossary](../docs/glossary.md).
 
 # %% [markdown]
 # The next cell installs the course if it is missing; on Colab, from the repository this notebook was opened from. If it stops, name
