@@ -18,7 +18,8 @@ import pytest
 from aiohttp import test_utils, web
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from support import ESCAPES, ROOT, lesson_facts, python, refused, steers
+from solutions import run_solved
+from support import ESCAPES, ROOT, lesson_facts, refused, steers
 
 from nbutils import bench, cli, compare, files, lesson, profiles, record, served_model, serving, tracking
 from nbutils.config import flat
@@ -400,7 +401,7 @@ def test_lesson_09_measures_all_engines_and_serves_base_and_adapter(
 ) -> None:
     run = tmp_path / "tiny"
     shutil.copytree(course_run, run)
-    python(ROOT / "notebooks/09_benchmark.py", "--PROFILE", "tiny", "--RIVALS", rivals, home=tmp_path)
+    run_solved("09_benchmark", tmp_path, "tiny", "PROFILE", "tiny", "RIVALS", rivals)
 
     entry = lesson_facts(run, "09_benchmark")
     assert entry["side_by_side"]["tuned"] == 32

@@ -14,7 +14,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from support import ROOT, lesson_facts, python, refused
+from solutions import run_solved
+from support import lesson_facts, refused
 from test_contracts import FROZEN, missing
 
 from nbutils import cli, disk, evaluation, exporting, files, hardware, parity, platforms, record, served_model
@@ -558,9 +559,7 @@ def test_lesson_08_exports_compares_and_packs_the_merged_model(course_run: Path,
     home = tmp_path / "runs"
     run = home / "tiny"
     shutil.copytree(course_run, run, ignore=shutil.ignore_patterns("logs", "notebooks", "checkpoints"))
-    notebook = ROOT / "notebooks/08_export.ipynb"
-    parameters = ["-p", "PROFILE", "tiny", "-p", "PUSH_TO", "file"]
-    python("-m", "papermill", notebook, tmp_path / "out.ipynb", *parameters, home=home)
+    run_solved("08_export", home, "tiny", "PROFILE", "tiny", "PUSH_TO", "file")
 
     facts = lesson_facts(run, "08_export")
     assert missing(FROZEN["facts"]["lessons"]["08_export"], facts) == []

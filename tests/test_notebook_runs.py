@@ -137,6 +137,7 @@ def test_a_drive_that_vanishes_does_not_stop_the_training_and_is_not_written_int
 # --- a hybrid model ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_hybrid_model_is_trained_merged_and_asked(tmp_path: Path) -> None:
     short = ["-p", "MAX_STEPS", "8", "--set", "course.evaluation_rows=8, course.validation_rows=4, sft.warmup_steps=0"]
     lessons = ["--only", "02", "--only", "03", "--only", "04"]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from solutions import run_solved
 from support import ROOT, ci_module, lesson_facts, python, refused, wait_for
 
 from nbutils import chat, files, models
@@ -21,9 +22,8 @@ from nbutils.training.pretraining import Texts, TokenRows
 
 SMALL = {"VOCAB": "600", "WIDTH": "128", "DEPTH": "1", "LENGTH": "32", "BATCH": "4", "STEPS": "60", "SAVE_STEPS": "5"}
 LESSON = ROOT / "notebooks/07_from_scratch.py"
-SMALL_WORDS = [
-    word for name, value in (SMALL | {"DATA": str(ROOT / "docs/faq.md")}).items() for word in (f"--{name}", value)
-]
+DATA = str(ROOT / "docs/faq.md")
+SMALL_WORDS = [word for name, value in (SMALL | {"DATA": DATA}).items() for word in (f"--{name}", value)]
 
 
 def run_cells(*words: str, **names: Any) -> dict[str, Any]:
@@ -181,7 +181,8 @@ def test_the_plan_counts_every_weight_and_the_micro_batch_fits(tokenizer: Any) -
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Lesson 07 with a small model, run once."""
     home = tmp_path_factory.mktemp("whole")
-    python(LESSON, *SMALL_WORDS, home=home, threads=1)
+    parameters = [word for parameter in (SMALL | {"DATA": DATA}).items() for word in parameter]
+    run_solved("07_from_scratch", home, "from_scratch", *parameters, threads=1)
     return home / "from_scratch"
 
 
