@@ -96,9 +96,11 @@ def texts_in_data() -> set[str]:
     from nbutils.plan import gpus
     from nbutils.plan.memory import Recipe, parts
     from nbutils.serving import engine
+    from nbutils.training import practice
 
     symptoms = [entry for part in diagnose.symptoms().values() for entry in part.values()]
     texts = {entry[name] for entry in symptoms for name in ("cause", "todo")}
+    texts |= {*practice.RUNS}
     texts |= {text for question in exercises.quizzes().values() for text in question["told"].values()}
     for one in platforms.table().values():
         texts |= {one.limits, one.gpu_todo, one.hub_todo, one.keep_todo, *one.keep.values()}
