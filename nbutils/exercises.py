@@ -21,6 +21,7 @@ from nbutils.language import joined, tr
 IGNORED = -100  # the label of a token without loss
 HOT = 1.25  # times too much or too little, at most
 WARM = 2.0
+LARGE = 1000
 OWN_ROWS = 3
 SHORTEST_ANSWER = 3  # characters
 RANK = 64  # of the exercise about the size of an adapter
@@ -55,14 +56,25 @@ def near(answer: Any, expected: float, within: float, mistakes: Mistakes | None 
         number = float(answer)
     except (TypeError, ValueError):
         return wrong(tr("saw {answer!r}, expected a number", answer=answer))
-    saw = tr("saw {number:,.6g}", number=number)
+    saw = tr("saw {number}", number=shown(number))
     if math.isclose(number, expected, rel_tol=within):
-        return right(joined([saw, tr("expected {number:,.6g}", number=expected)]))
-    for hint, mistake in (mistakes or {}).items():
-        if math.isclose(number, mistake, rel_tol=max(within, 1e-6)):
-            return wrong(joined([saw, hint], ":"))
+        return right(joined([saw, tr("expected {number}", number=shown(expected))]))
+    hint = _hint(number, expected, max(within, 1e-6), mistakes or {})
+    return wrong(joined([saw, hint], ":"))
+
+
+def _hint(number: float, expected: float, within: float, mistakes: Mistakes) -> str:
+    """The mistake that gives this number; or hot or cold, and where to go."""
+    for hint, mistake in mistakes.items():
+        if math.isclose(number, mistake, rel_tol=within):
+            return hint
     direction = tr("expected more") if number < expected else tr("expected less")
-    return wrong(joined([heat(number, expected), joined([saw, direction])], ":"))
+    return joined([heat(number, expected), direction])
+
+
+def shown(number: float) -> str:
+    """A number for people: a large one with all its digits."""
+    return f"{number:,.0f}" if abs(number) >= LARGE else f"{number:.6g}"
 
 
 def heat(number: float, expected: float) -> str:

@@ -87,11 +87,11 @@ CASES = [
         (lambda length: length <= 2000, 256),
         1792,
         [
-            (2048, "hot: saw 2,048, expected less"),
-            (1024, "warm: saw 1,024, expected more"),
-            (256, "cold: saw 256, expected more"),
-            (0, "cold: saw 0, expected more"),
-            (8192, "cold: saw 8,192, expected less"),
+            (2048, "saw 2,048: hot, expected less"),
+            (1024, "saw 1,024: warm, expected more"),
+            (256, "saw 256: cold, expected more"),
+            (0, "saw 0: cold, expected more"),
+            (8192, "saw 8,192: cold, expected less"),
             (2000, "a multiple of 256"),
         ],
     ),
@@ -236,7 +236,7 @@ CASES = [
             (1.4895, "these are bits"),
             (1.2, "the sum of the differences"),
             (-0.2513, "the sum of the logarithms"),
-            (1.1, "hot: saw 1.1, expected less"),
+            (1.1, "saw 1.1: hot, expected less"),
         ],
     ),
     Cases(
@@ -258,7 +258,7 @@ CASES = [
             (3500, "there are two rounds"),
             (8000, "N - 1 turns"),
             (56000, "all GPUs send together"),
-            (4000, "warm: "),
+            (4000, ": warm, "),
         ],
     ),
     Cases(
@@ -281,7 +281,7 @@ CASES = [
             ((20, 3), "its characters"),
             ((10, 15), "its bytes"),
             ((5, 3), "its words"),
-            ((11, 3), "hot: "),
+            ((11, 3), ": hot, "),
         ],
     ),
     Cases(
@@ -406,7 +406,7 @@ def test_a_quiz_has_one_right_choice_and_tells_something_of_each(stem: str) -> N
 
 def test_where_not_even_one_step_fits_the_longest_rows_have_no_tokens() -> None:
     assert exercises.longest_rows(0, lambda _: False, 256).right
-    assert "cold: saw 256, expected less" in exercises.longest_rows(256, lambda _: False, 256).text
+    assert "saw 256: cold, expected less" in exercises.longest_rows(256, lambda _: False, 256).text
 
 
 @pytest.mark.parametrize("edition", ["", "zh"])
