@@ -461,7 +461,7 @@ lesson.check(exercises.learning_rates, my_rates, my_winner, {rate: run.best[1] f
 # ```
 #
 # At 2e-4 the steps are too small: after 24 of them the loss has hardly fallen. More is not always better: at 0.1 they are
-# too large, and after 24 of them the loss is no lower than at 2e-4.
+# too large, and after 24 of them the loss is hardly lower than at 2e-4.
 #
 # </details>
 

@@ -410,7 +410,7 @@ lesson.check(exercises.learning_rates, my_rates, my_winner, {rate: run.best[1] f
 # my_winner = 2e-3
 # ```
 #
-# 2e-4 的步子太小，24 步之后损失几乎没怎么降。但也不是越大越好：0.1 的步子迈得太大，24 步之后损失并不比 2e-4 低。
+# 2e-4 的步子太小，24 步之后损失几乎没怎么降。但也不是越大越好：0.1 的步子迈得太大，24 步之后损失和 2e-4 差不多。
 #
 # </details>
 
