@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import random
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import ROOT
 
 MOST_LINES = 40
-FEWER = {"= 80, 2e-3": "= 21, 2e-3", "max_new_tokens=200": "max_new_tokens=8"}  # steps, and tokens of an answer
+FEWER = {"= 80, 2e-3": "= 31, 2e-3", "max_new_tokens=200": "max_new_tokens=8"}  # steps, and tokens of an answer
 
 
 def program(page: str) -> str:
@@ -62,13 +64,15 @@ def test_the_minimal_program_learns_and_saves_a_model_that_answers(
     from transformers import AutoModelForCausalLM
 
     monkeypatch.chdir(ROOT)  # its paths are those of this repository
+    random.seed(0)
+    torch.manual_seed(0)
     names: dict[str, Any] = {}
     exec(shortened(program("docs/minimal.md"), tmp_path), names)
     printed = capsys.readouterr().out
-    before, _, after = map(float, re.findall(r"held-out loss (\S+)", printed))
+    before, *_, after = map(float, re.findall(r"held-out loss (\S+)", printed))
     assert before > 5
     assert after < before / 10
     assert "of 20 exactly right" in printed
     names["model"] = AutoModelForCausalLM.from_pretrained(tmp_path)
     question = names["rows"][0][:-1]
-    assert names["answer"](question).startswith('{"intent"')
+    assert '"intent": "order"' in names["answer"](question)
