@@ -432,7 +432,7 @@ if distributed.world_size() == 1:  # else a process may have a part of each matr
 # and nothing of use was learned: only what all answers have in common. Losses do not show that. Lesson 04 asks these models, too.
 
 # %%
-runs = practice.train_all(lesson.run.path)
+runs = practice.train_all(lesson.run.path) if result.ended else {}  # one that was stopped has no time for them
 display.plot_panels({
     title: {"training": run.history["train"], "validation": run.history["validation"]}
     for title, run in zip(["Too short", "Memorized", "Shuffled answers"], runs.values(), strict=False)

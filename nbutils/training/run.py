@@ -256,6 +256,12 @@ class TrainingResult:
     gathered: dict[str, torch.Tensor]  # trained weights from the shards of all processes; empty with one, or DDP
 
     @property
+    def ended(self) -> bool:
+        """Whether the training reached its last step; one that was stopped is continued later."""
+        steps: int = self.trainer.state.global_step
+        return steps >= self.callback.planned_steps()
+
+    @property
     def history(self) -> dict[str, Curve]:
         """(step, loss) pairs of `train` and `validation`."""
         log = self.trainer.state.log_history

@@ -384,7 +384,7 @@ if distributed.world_size() == 1:  # 多个进程时，一个进程可能只有�
 # 你的训练大概很顺利。下面三次用小模型训练自带的样本，都失败了，每次只要几秒。*步数太少*：结束时两条曲线都还在降。*死记硬背*：五条样本反复训练，训练损失几乎降到 0，验证损失却早就过了最低点。*回答打乱*：每个问题配的是别的问题的答案。损失降得很漂亮，却没学到有用的东西，只学到所有答案的共同之处。这一点光看损失看不出来；第 04 课会让这几个模型也来答题。
 
 # %%
-runs = practice.train_all(lesson.run.path)
+runs = practice.train_all(lesson.run.path) if result.ended else {}  # 训练被中途停止时，没有时间做这些
 display.plot_panels({
     title: {"训练": run.history["train"], "验证损失": run.history["validation"]}
     for title, run in zip(["步数太少", "死记硬背", "回答打乱"], runs.values(), strict=False)
