@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from nbutils.chat import IGNORED
 from nbutils.files import read_yaml
 from nbutils.language import joined, tr
 
-IGNORED = -100  # the label of a token without loss
 HOT = 1.25  # times too much or too little, at most
 WARM = 2.0
 LARGE = 1000

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nbutils.chat import IGNORED
 from nbutils.display import pyplot, show_figure
 from nbutils.language import tr
 
@@ -28,7 +29,6 @@ UNTRAINED = "#eeeeee"
 SMALL = 8  # points
 WIDTH = 8.4  # inches: a notebook's column
 COLUMNS = 10  # tokens in a line
-IGNORED = -100
 
 
 def bars(

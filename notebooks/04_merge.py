@@ -332,7 +332,7 @@ print(f"report: {comparison.page}")
 # character F1 rose. Then read its verdict.
 
 # %%
-judged = evaluation.compare_practice(lesson.run.path / "practice")
+judged = evaluation.compare_practice(lesson.run.path)
 for run in judged.values():
     print(f"{run.title}: loss {run.tuned.mean('loss'):.2f}, exact match {run.tuned.mean('exact_match'):.0%}, {run.verdict.outcome}")
 shuffled = judged["shuffled answers"]

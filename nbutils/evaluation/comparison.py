@@ -347,10 +347,10 @@ def compare_models(
     return comparison
 
 
-def compare_practice(folder: Path) -> dict[str, Comparison]:
-    """The practice runs of lesson 03, each against the untuned model; `folder` keeps the runs and their answers.
+def compare_practice(run: Path) -> dict[str, Comparison]:
+    """The practice runs of lesson 03, each against the untuned model; they are kept in the folder of a run.
 
-    Example: judged = compare_practice(lesson.run.path / "practice")
+    Example: judged = compare_practice(lesson.run.path)
     """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -358,15 +358,15 @@ def compare_practice(folder: Path) -> dict[str, Comparison]:
     from nbutils.training import practice
 
     tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL, trust_remote_code=False)
-    evaluator = Evaluator(folder, tokenizer, practice.held_out(), PRACTICE_SIZE, "float32")
+    evaluator = Evaluator(run / practice.FOLDER, tokenizer, practice.held_out(), PRACTICE_SIZE, "float32")
     both = (evaluator, evaluator.general())
     model: Any = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype="float32", trust_remote_code=False)
     base, general_base = (rows.evaluate("base", model, "") for rows in both)
     judged = {}
-    for name, run in practice.RUNS.items():
-        trained = practice.train(run, folder / name.replace(" ", "_"))
+    for name, settings in practice.RUNS.items():
+        trained = practice.train(settings, practice.folder(run, name))
         with_adapter: Any = PeftModel.from_pretrained(model, trained.adapter)
-        tuned, general_tuned = (rows.evaluate(name, with_adapter, str(run)) for rows in both)
+        tuned, general_tuned = (rows.evaluate(name, with_adapter, str(settings)) for rows in both)
         judged[name] = Comparison(base, tuned, general_base, general_tuned)
         model = with_adapter.unload()
     return judged

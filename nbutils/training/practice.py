@@ -18,6 +18,7 @@ from nbutils import chat, data, files, platforms
 from nbutils.chat import Row
 from nbutils.language import tr
 
+FOLDER = "practice"  # below the run
 MAX_LENGTH = 256  # tokens; every bundled row is shorter
 VALIDATION_ROWS = 24
 MEASURES = 8  # of the validation loss in a run, beside the one before the first step
@@ -76,7 +77,7 @@ def held_out() -> list[Row]:
 
 def folder(run: Path, name: str) -> Path:
     """Where a practice run is kept in the folder of a run."""
-    return run / "practice" / name.replace(" ", "_")
+    return run / FOLDER / name.replace(" ", "_")
 
 
 def train_all(run: Path) -> dict[str, Practised]:

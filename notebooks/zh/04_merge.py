@@ -299,7 +299,7 @@ print(f"报告：{comparison.page}")
 # 你的训练本来就该成功，第 03 课的几次小训练则是故意做坏的：一次步数太少；一次只有五条样本，模型把它们背了下来；一次用的是*打乱*的回答，答非所问。这里用自带示例数据的 40 个验证问题，按同样的办法给它们下结论。（缺哪一次，现在就补训练。）请看最后一次：损失从 8 以上降到 0.5 左右，字符 F1 也提高了。再看它的结论。
 
 # %%
-judged = evaluation.compare_practice(lesson.run.path / "practice")
+judged = evaluation.compare_practice(lesson.run.path)
 for run in judged.values():
     print(f"{run.title}：损失 {run.tuned.mean('loss'):.2f}，完全一致 {run.tuned.mean('exact_match'):.0%}，{run.verdict.outcome}")
 shuffled = judged["shuffled answers"]
