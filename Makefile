@@ -16,8 +16,8 @@ LESSONS = $(shell git ls-files 'notebooks/*.py')
 
 .PHONY: course test test-fast test-long test-gpu sync lint graph bench wheels kaggle clean
 
-course: $(VENV)/ready .venv-serve/ready.json  ## lessons 01-05, headless
-	$(PY) -m nbutils run $(ARGS)
+course: $(VENV)/ready  ## lessons 01-05, headless; beside the first ones the server's environment, for which 05 waits
+	$(MAKE) -s .venv-serve/ready.json >.venv-serve.log 2>&1 & $(PY) -m nbutils run $(ARGS)
 
 test: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## the gate: lessons, servers, environments
 	$(PYTEST) -m "not gpu and not long" $(ARGS)

@@ -140,7 +140,9 @@ def lengths(lengths: Sequence[int], limit: int, path: Path | None = None) -> Non
     Example: figures.lengths(examples.lengths, examples.max_length)
     """
     figure, axes = _axes(2.5)
-    axes.hist(lengths, bins=30, color=BLUE)
+    shortest, longest = min(lengths), max(lengths)
+    width = (longest - shortest) // 30 + 1  # of a bar: whole tokens, or one bar in some stays empty
+    axes.hist(lengths, bins=range(shortest, longest + width + 1, width), color=BLUE)
     axes.axvline(limit, color=RED, linestyle="--", label=f"max_length {limit}")
     axes.set(
         title=tr("Tokens of a training example"),

@@ -10,7 +10,8 @@
 # # 01 · What can this machine do?
 #
 # *Fine-tuning* means: a model that can already read and write is trained a little further, on examples of your own. It often fails
-# before it starts: a GPU that torch has no kernels for, a full disk, a folder that is deleted with the machine. This lesson checks all
+# before it starts: a GPU (the chip that computes a model many times as
+# fast as a CPU) that torch, the library that computes here, has no programs for; a full disk, a folder that is deleted with the machine. This lesson checks all
 # of that first, asks a model its first question, and shows what fits into a GPU and why.
 #
 # You will have
@@ -20,7 +21,7 @@
 # - a profile: model, precision and batch size for this machine, each value with its reason,
 # - a forecast: what fits on which GPU, how long it trains and what it costs.
 #
-# Takes under a minute and downloads nothing. Each new word is explained where it first appears; `docs/glossary.md` lists them all.
+# Takes under a minute and downloads nothing. Each new word is explained where it first appears; the [glossary](../docs/glossary.md) lists them all.
 
 # %% [markdown]
 # The next cell installs the course if it is missing; on Colab, from the repository this notebook was opened from. If it stops, name
@@ -42,8 +43,9 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `PROFILE = "auto"` chooses the profile for your GPU; any name from `configs/` works too. `SET` replaces single values, as in
-# `"sft.learning_rate=1e-4, lora.r=64"`. Later lessons of the same run keep these values.
+# Leave these as they are the first time; *The profile* below explains them. `PROFILE = "auto"` chooses the profile for your GPU; any name
+# from `configs/` works too. `SET` replaces single values, as in `"sft.learning_rate=1e-4, lora.r=64"`. Later lessons of the same run
+# keep these values.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -63,10 +65,10 @@ lesson = nbutils.start("01_environment", globals())
 # ## The GPU
 #
 # A model is made of numbers, its *weights* or *parameters*: a 7B model has about 7 billion of them. How many bits each one takes decides
-# what fits. `float32` has 32. `float16` and `bfloat16` have 16: float16 is finer, but overflows above 65,504; bfloat16 is coarser and
+# what fits (8 bits are a byte). `float32` has 32. `float16` and `bfloat16` have 16: float16 is finer, but overflows above 65,504; bfloat16 is coarser and
 # reaches as far as float32, so a training in it is more stable.
 #
-# GPUs of compute capability 8.0 and newer can train in bfloat16. A T4 (7.5) trains in float16, even though
+# NVIDIA counts its generations of GPUs as *compute capability*: 8.0 and newer can train in bfloat16. A T4 (7.5) trains in float16, even though
 # `torch.cuda.is_bf16_supported()` says yes there. Without a GPU the course trains on the CPU, in float32.
 
 # %%
@@ -82,8 +84,8 @@ else:
 # %% [markdown]
 # ## The rest of the machine
 #
-# Now disk, memory, time limit, packages and network, and a real matrix product on the GPU: `torch.cuda.is_available()` also says
-# yes to GPUs that torch has no kernels for. Only what needs your attention is shown. `WARN` is worth reading; `FAIL` must be
+# Now disk, memory, time limit, packages and network, and on a GPU one real computation: `torch.cuda.is_available()` also says
+# yes to GPUs that torch has no programs (*kernels*) for. Only what needs your attention is shown. `WARN` is worth reading (without a network the bundled model is all you need); `FAIL` must be
 # fixed first, and stops the lesson. `python -m nbutils doctor` shows every check.
 
 # %%
@@ -126,8 +128,8 @@ display.show_table([{"question": question["content"], "answer": answer, "referen
 # transformers; `course` is what no library has.
 #
 # `lora` leaves all weights as they are and trains a small *adapter* beside them, about one number for each hundred weights; the *rank*
-# `lora.r` is its size. `qlora` does the same beside weights that are *quantized* to 4 bits: each is rounded to one of 16 values. The
-# *learning rate* says how far one step changes the trained numbers. Learning rate and rank are yours to change; precision follows from the
+# `lora.r` is its size. `qlora` does the same beside weights that are *quantized* to 4 bits: each is rounded to one of 16 values. A training goes in *steps*, each of
+# which changes the trained numbers a little; how far, the *learning rate* says. Learning rate and rank are yours to change; precision follows from the
 # GPU, which computes `per_device_train_batch_size` rows at a time. Values that depend on your rows are chosen in lesson 03.
 
 # %%
@@ -141,15 +143,16 @@ display.show_choices(lesson.resolved, only=names)
 # The memory of a training can be added up before anything is downloaded:
 #
 # - *weights*: in 16 bits, or in 4 with their scales (what was rounded is multiplied by these again),
+# - *adapters*: the trained numbers, where LoRA trains no others,
 # - *gradients*: for each trained number, which way to change it so that the error shrinks,
-# - *optimizer*: Adam keeps two averages of past gradients, its moments, for each trained number,
-# - *activations*: what the layers computed on the way forward, and need again on the way back, when the gradients are computed,
-# - *logits*: at each position, a score for every token that could come next,
+# - *optimizer*: AdamW keeps two averages of past gradients, its moments, for each trained number (with LoRA in 8 bits each),
+# - *activations*: what the model, layer after layer, computed from the rows, and needs again to compute the gradients,
+# - *logits*: at each position, a score for every token that could come next; computed in parts, so that few are there at a time,
 # - *workspace*: room for the kernels.
 #
-# Here is one 7B model, trained in four ways on four rows of 1,024 tokens at a time, on this GPU, or on a rented one if there is none. *Full
+# Here is one 7B model, trained in four ways on four rows of 1,024 tokens at a time, on this GPU, or on a rented one if there is none (a GiB is 1.07 GB). *Full
 # fine-tuning* trains every weight, with 16 bytes for each: 2 for the weight, 2 for its gradient, and 12 for the optimizer, which
-# keeps the two moments and an exact copy in float32. *Gradient checkpointing* keeps only what enters each layer, and computes the other
+# keeps the two moments and an exact copy in float32; logits and workspace come on top. *Gradient checkpointing* keeps only what enters each layer, and computes the other
 # activations a second time: slower, with far less memory. The limit is a little less than the GPU has, because not all of it can be used. The
 # parts stand in the order of the list; those below 0.4 GiB are not drawn, but counted.
 
@@ -195,7 +198,7 @@ from nbutils import exercises
 
 def memory_of(length):
     answer, _ = plan.answer(gpu="" if lesson.gpu else plan.RENTED, **asked | {"length": length})
-    return {tr(part): round(gib, 2) for part, gib in answer["parts"].items()}
+    return {tr(part): round(gib, 3) for part, gib in answer["parts"].items()}
 
 print(memory_of(1024))
 my_parts = None
@@ -251,7 +254,7 @@ lesson.check(exercises.longest_rows, my_length, fits, 256)
 # `"c"` into `my_choice`.
 #
 # - **a**: a lower LoRA rank
-# - **b**: fewer rows at a time, and as many more times before each step (`gradient_accumulation_steps`)
+# - **b**: fewer rows at a time, but as many rows as before until the trained numbers are changed (`gradient_accumulation_steps`)
 # - **c**: a smaller `max_length`
 
 # %% tags=["exercise"]

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 02 · Data you can trust
 #
-# Most failed fine-tunes fail here: a column with another name, an empty answer, a stop token that is never trained. This lesson
+# Most failed fine-tunes fail here: a column with another name, an empty answer, a sign for *the end* that the model never learns. This lesson
 # finds such rows by line number, before you pay for a GPU.
 #
 # You will have
@@ -137,7 +137,8 @@ data.show(next(data.read_rows(mine)))
 #
 # Now the real data: check every row, leave out duplicates, split, count. Whether a row is held out depends on its question
 # alone. So rows you add later never move old ones, and no question is both trained on and tested. Few held-out rows prove
-# little, whatever the training does, and the card says so. The first rejected rows of each reason follow, with file and line.
+# little, whatever the training does, and the card says so. The first rejected rows of each reason follow, with file and line; the
+# bundled sample has none. (The *fingerprint* changes if any row does.)
 
 # %%
 card = data.prepare(
@@ -179,7 +180,8 @@ print(tokenizer.apply_chat_template(row["messages"][:-1], tools=row.get("tools")
 #
 # A model reads no letters. A *tokenizer* cuts the text into *tokens*: words, parts of words, signs. Each token has a number, its *id*.
 # The *labels* are what the model is trained to write: at each position the id of the token, or -100 where nothing is to be learned.
-# Here is the row from the end of its question on: what belongs to the question is grey, the answer green.
+# Here is the row from the end of its question on: what belongs to the question is grey, the answer green. (A space is drawn as ·, a new line
+# as ⏎.) The last green one is the *stop token*, the end of a message: a model that never learns to write it never stops writing.
 
 # %%
 from nbutils import chat, figures
@@ -187,21 +189,21 @@ from nbutils import chat, figures
 stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
 examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids=stop_ids)
 example = examples.examples[train_rows.index(row)]
-first = max(0, example.trained.find(1) - 12)
+first = max(0, example.trained.find(1) - 10)
 ids, labels = list(example.ids)[first:][:50], example.labels[first:][:50]
 figures.token_labels([tokenizer.decode([i]) for i in ids], ids, labels)
 
 # %% [markdown]
 # ## Exercise: labels
 #
-# Write the labels of another row by hand. `ids` are its tokens up to and with the stop token, and `first` is the position where the
+# Write the labels of another row by hand, from its beginning. `ids` are its tokens up to and with the stop token, and `first` is the position where the
 # answer begins. `my_labels` must be a list as long as `ids`: -100 for every token of the question, the id itself for every token of the
 # answer. In Python `[0] * 3` is `[0, 0, 0]`, and `ids[3:]` is everything from position 3 on.
 
 # %% tags=["exercise"]
 from nbutils import exercises
 
-ids, first = examples.examples[0].first_answer()
+ids, first = examples.examples[-1].first_answer()
 my_labels = None
 lesson.check(exercises.labels, my_labels, ids, first, [tokenizer.decode([i]) for i in ids])
 
@@ -220,7 +222,7 @@ lesson.check(exercises.labels, my_labels, ids, first, [tokenizer.decode([i]) for
 # ## What is trained
 #
 # The whole row as the trainer sees it. The *loss* measures how unlikely the model finds the right next token; training makes it smaller.
-# It is computed on the marked tokens only, and the last of them is a *stop token*: a model that never learns it never stops writing.
+# It is computed on the marked tokens only, and the last of them is the stop token. (The new line behind it belongs to the template, and is not trained.)
 
 # %%
 chat.show_row(tokenizer, row)
@@ -246,8 +248,7 @@ print(plan.command(len(examples.lengths), mean(examples.lengths)))
 #
 # The text a server builds must be the beginning of the text that is trained; every token of every answer must be trained, and no
 # other; each answer must end with a stop token. The check stops at the first row and token that break this.
-# The format `messages` means that whole conversations are trained; `prompt_completion`, that each answer is an example of its own, as
-# the chat template does not mark answers the way servers see them.
+# (Some models' templates allow no such check of whole conversations, `messages`. There each answer becomes an example of its own, `prompt_completion`.)
 
 # %%
 print(chat.check_contract(examples))
@@ -256,16 +257,17 @@ print(chat.check_contract(examples))
 # ## Exercise: mended rows
 #
 # Two rows with one mistake each. The messages of a row have the roles `user` (who asks) and `assistant` (who answers), in turn, and
-# no text is empty. Print what `data.problems_of(broken[0])` says, then write both rows without their mistake. Their questions stay
-# as they are.
+# no text is empty. What is wrong is printed below the rows. Write both rows without their mistake. Their questions stay as they are.
 
 # %% tags=["exercise"]
-broken = [
+two_rows = [
     {"messages": [{"role": "customer", "content": "Where is order 2041?"}, {"role": "assistant", "content": "On its way."}]},
     {"messages": [{"role": "user", "content": "Is order 2042 paid?"}, {"role": "assistant", "content": ""}]},
 ]
+for broken_row in two_rows:
+    print(*data.problems_of(broken_row))
 my_rows = None
-lesson.check(exercises.mended_rows, my_rows, broken)
+lesson.check(exercises.mended_rows, my_rows, two_rows)
 
 # %% [markdown]
 # <details><summary>Solution</summary>
@@ -284,8 +286,8 @@ lesson.check(exercises.mended_rows, my_rows, broken)
 # %% [markdown]
 # ## Exercise: rows of your own
 #
-# Write three rows you would train on: a name, a style, a task of your own. They must ask different things, and their answers must
-# have one form: prose in all of them, or JSON with the same keys in all.
+# Write a list of three rows you would train on, each as `{"question": "…", "answer": "…"}`. They may teach a name, a style, or a task of your own.
+# They must ask different things, and their answers must have one form: prose in all of them, or JSON with the same keys in all.
 
 # %% tags=["exercise"]
 my_own_rows = None

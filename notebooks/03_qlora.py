@@ -99,7 +99,10 @@ print(chat.check_contract(dataset))
 #
 # Here are the logits of the bundled tiny model for four rows, of the shape rows x positions x vocabulary, and the labels. Compute their loss.
 # Two things decide: the logits at position t are a guess at the token at position t + 1, and labels of -100 do not count.
-# `log_softmax(-1)` gives ln p; `gather` picks the entry of the right token.
+# 
+# Both are *tensors*, and are indexed like lists: `logits[0][5]` are the scores at position 5 of row 0, `labels[0][6]` is the id of the token
+# they guess at, `logits[0][5].log_softmax(-1)` is ln p for every token of the vocabulary, and `[labels[0][6]]` behind it picks the
+# right one. `len(labels)` is the number of rows, `len(labels[0])` that of positions. Two loops will do.
 
 # %% tags=["exercise"]
 from nbutils import exercises
@@ -114,12 +117,17 @@ lesson.check(exercises.batch_loss, my_loss, logits, labels)
 # <details><summary>Solution</summary>
 #
 # ```python
-# guesses, targets = logits[:, :-1], labels[:, 1:]
-# counts = targets != -100
-# my_loss = -guesses[counts].log_softmax(-1).gather(-1, targets[counts][:, None]).mean()
+# my_losses = []
+# for row in range(len(labels)):
+#     for t in range(len(labels[row]) - 1):
+#         token = labels[row][t + 1]
+#         if token != -100:
+#             my_losses.append(-logits[row][t].log_softmax(-1)[token])
+# my_loss = sum(my_losses) / len(my_losses)
 # ```
 #
-# The last position guesses at a token that is not there, and the first token is guessed by none: each side loses one.
+# The last position guesses at a token that is not there, and the first token is guessed by none. In libraries it is one call for all
+# positions, `cross_entropy`: it comes in the next cell.
 #
 # </details>
 
@@ -154,7 +162,8 @@ print(f"by hand {by_hand:.5f}, by the library {by_library:.5f}, after one step {
 # - *Packing* puts short rows behind each other. Padded to the longest row, they take memory and time for nothing.
 # - *sdpa* computes attention without keeping, as *eager* does, a number for every pair of tokens. It costs nothing.
 #
-# Measured on the CPU with a tiny model, one step each, so the seconds are rough. With a large model the shares are others.
+# Measured on the CPU with a tiny model, one step each, so the seconds are rough. *Kept* is what waits for `backward`. With a large model
+# the shares are others.
 
 # %%
 from nbutils import display
@@ -169,11 +178,11 @@ practice.step(small, part)  # the first step of a process is slow
 table = []
 for name, one, rows in [
     ("8 rows, padded", small, padded),
-    ("the same in 4 bits", in_4_bits, padded),
-    ("the same with gradient checkpointing", recomputing, padded),
-    ("2 of the rows, a quarter of a step with gradient accumulation", small, part),
+    ("8 rows, padded, in 4 bits", in_4_bits, padded),
+    ("8 rows, padded, with gradient checkpointing", recomputing, padded),
+    ("2 rows, padded: a quarter of a step with gradient accumulation", small, part),
     (f"8 rows, packed: {packed['input_ids'].numel()} positions instead of {padded['input_ids'].numel()}", small, packed),
-    ("the same with eager attention", practice.small_model(attn_implementation="eager"), packed),
+    ("8 rows, packed, with eager attention", practice.small_model(attn_implementation="eager"), packed),
 ]:
     kept, seconds = practice.step(one, rows)
     size = one.get_memory_footprint() / 2**20
@@ -188,11 +197,11 @@ display.show_table(table, text=display.aligned(table))
 # there. `fp4`, the numbers of a 4-bit floating point, spends four of them on nearly 0 and leaves gaps beside it; its error is larger.
 #
 # What that costs depends on the model: some lose much of what they know, others hardly anything. So it is measured before anything is
-# trained: the loss of the base model on some held-out rows, then the same with every weight of its linear layers rounded to 4 bits. On a
-# GPU `method: auto` takes 4 bits if they raise the loss by at most 0.05 (nats per token, the unit of a loss), or if 16 do not fit. Without
-# a GPU, and where it cannot be measured, models below a billion parameters get 16 bits and others 4. The bundled tiny models are trained
-# in 4 bits whatever they cost, so that the lesson is the real one. They know nothing of their task yet: their loss is high, and rounding
-# can even lower it, as it makes wrong guesses less sure.
+# trained: the loss of the base model on some held-out rows, then the same with every weight of its linear layers rounded to 4 bits. The
+# bundled tiny models are trained in 4 bits whatever it says, so that the lesson is the real one. They know nothing of their task yet:
+# their loss is high, and rounding can even lower it, as it makes wrong guesses less sure. (For other models `method: auto` decides. On a
+# GPU it takes 4 bits if they raise the loss by at most 0.05, in nats per token, the unit of a loss, or if 16 do not fit; without one, 16
+# below a billion parameters, else 4.)
 
 # %%
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
@@ -215,8 +224,7 @@ losses = evaluation.base_losses(lesson.begun(), dataset, eval_rows)
 #
 # An *epoch* is one pass over all rows. Too many rows per step leave too few steps, and the loss hardly moves; so batch size, epochs and
 # learning rate depend on your rows. `conversations_per_step` is the size of a step. The GPU only decides how it is computed:
-# `per_device_train_batch_size` rows at a time, `gradient_accumulation_steps` times. With packing, a step of 2 rows may hold 8
-# conversations. Where `num_train_epochs` is 0, `max_steps` decides; the first line says how many epochs that makes.
+# `per_device_train_batch_size` rows at a time, `gradient_accumulation_steps` times. With packing a row is a sequence of several conversations, so a step of 2 rows may hold 8 of them. Where `num_train_epochs` is 0, `max_steps` decides; the first line says how many epochs that makes.
 #
 # Here are the values that matter most, with their reasons (leave out `only` to see all), and on a GPU what the training will need
 # of it. Each name is the keyword argument of the library that takes it. The recipe also says on how many held-out rows the loss is
@@ -279,7 +287,8 @@ display.show_answers(questions, before=before)
 # ## The adapter
 #
 # LoRA adds two small matrices, A and B, to a weight W: instead of W·x the layer computes W·x + (alpha/r)·B·(A·x). A has r rows,
-# B has r columns, and only these two are trained. The rank `r` limits how much can be learned, `alpha / r` scales the adapter's effect.
+# B has r columns, and only these two are trained. The rank `r` limits how much can be learned, `alpha / r`, the *scale*, how much
+# the adapter says.
 
 # %%
 from peft import LoraConfig
@@ -320,10 +329,11 @@ lesson.check(exercises.adapter_parameters, my_parameters, d_in, d_out, r)
 # padding (`padding_free`). With packing they are first packed into sequences of up to `max_length` tokens. The *validation loss*, the
 # loss on held-out rows, is measured before the first step (`eval_on_start`) and at every save (`eval_steps`);
 # `load_best_model_at_end` keeps the step where it was lowest. `training.bookkeeping` adds what is not about learning: folders, saving,
-# the seed. `report_to` names the trackers that get the numbers: TensorBoard (the second line below says how to open it here), W&B,
-# online if there is a `WANDB_API_KEY`, and SwanLab, where it is installed, if there is a `SWANLAB_API_KEY` or `SWANLAB_MODE=offline`.
-# `SET = "sft.report_to=[mlflow]"` names another one that transformers knows. In another terminal, `python -m nbutils watch` shows the
-# training.
+# the seed. In another terminal, `python -m nbutils watch` shows the training.
+# 
+# `report_to` names the *trackers*, programs that keep and draw the numbers; there is nothing to do for them. TensorBoard always gets them (the
+# second line below says how to open it here), W&B online if there is a `WANDB_API_KEY`, and SwanLab, where it is installed, if there
+# is a `SWANLAB_API_KEY` or `SWANLAB_MODE=offline`. `SET = "sft.report_to=[mlflow]"` names another one that transformers knows.
 
 # %%
 from nbutils import tracking
@@ -399,7 +409,8 @@ display.plot_losses(result.history, lesson.run.logs / "loss.png", kept=result.ke
 # ## After
 #
 # The same three questions, now answered with the adapter. Lesson 04 asks all held-out questions and compares the scores. Only A and B are
-# saved, so the adapter is small. It is written to a temporary folder and renamed when it is complete.
+# saved, so the adapter is small: of a 7B about a hundredth of the model. (The tiny model is itself hardly larger than its adapter.) It is
+# written to a temporary folder and renamed when it is complete.
 
 # %%
 after = evaluation.answer_rows(trainer.model, tokenizer, questions)
@@ -426,10 +437,10 @@ if distributed.world_size() == 1:  # else a process may have a part of each matr
 # %% [markdown]
 # ## Trainings that failed
 #
-# Your training probably went well. These three, of the tiny model on the sample rows, did not, and each takes seconds. *Too short*: when
+# Your training probably went well. These three, of the tiny model on the sample rows, did not. *Too short*: when
 # it ends, both losses are still falling. *Memorized*: five rows, again and again; the training loss falls to nearly nothing, and the
-# validation loss is lowest long before the end. *Shuffled answers*: every question got the answer to another one. The loss falls nicely,
-# and nothing of use was learned: only what all answers have in common. Losses do not show that. Lesson 04 asks these models, too.
+# validation loss is lowest long before the end. *Shuffled answers*: every question got the answer to another one. The loss falls from over 8 to about 0.5, as in a good run; but what was learned is only what all answers have in common. Which loss is low
+# enough, no curve says. Lesson 04 asks these models, too. (Each mark of the axis is about a third of the one above it.)
 
 # %%
 runs = practice.train_all(lesson.run.path) if result.ended else {}  # one that was stopped has no time for them
@@ -442,15 +453,15 @@ display.plot_panels({
 # ## Exercise: the learning rate
 #
 # Which learning rate is better? Choose two, at least five times apart, for example the one of the recipe above and another one, and put
-# them into `my_rates`, as `[0.1, 0.01]`. The cell trains the tiny model for 24 steps with each. Look at the curves, put the better
-# rate into `my_winner`, and run the cell again; nothing is trained twice.
+# them into `my_rates`, as `[0.1, 0.01]`. The cell trains the tiny model for 24 steps with each. Look at the curves, put the better rate, a number, into `my_winner`, and run the cell
+# again; nothing is trained twice.
 
 # %% tags=["exercise"]
 my_rates = None
 my_winner = None
 runs = {rate: practice.train(practice.Practice(steps=24, learning_rate=rate), practice.folder(lesson.run.path, f"rate {rate}")) for rate in my_rates or []}
 display.plot_panels({"Validation loss": {f"{rate:g}": run.history["validation"] for rate, run in runs.items()}}, log=True)
-lesson.check(exercises.learning_rates, my_rates, my_winner, {rate: run.best[1] for rate, run in runs.items()})
+lesson.check(exercises.learning_rates, my_winner, my_rates, {rate: run.best[1] for rate, run in runs.items()})
 
 # %% [markdown]
 # <details><summary>Solution</summary>

@@ -98,8 +98,8 @@ print("adapter  ", from_adapter)
 
 # %% [markdown]
 # An answer is written token by token. At each position the model gives every token of its vocabulary a *probability*: the softmax of the
-# last layer's numbers, the *logits*. Here they are all along this answer, with the adapter and, where PEFT switches it off, without it.
-# We look at them below, beside those of the merged model.
+# last layer's numbers, the *logits*. Here they are all along this answer, with the adapter and, where PEFT switches it off, without it: `predicted["adapter"]` has a row for each
+# position and a column for each token. We look at them below, beside those of the merged model.
 
 # %%
 prompt = tokenizer.apply_chat_template(asked, tools=row.get("tools"), tokenize=False, add_generation_prompt=True)
@@ -123,8 +123,8 @@ with tuned.disable_adapter():
 # ## Exercise: one merged weight
 #
 # A layer with an adapter computes W·x + scale · B·(A·x): what its weight W says, and what the adapter adds. That is the same as
-# (W + scale · B·A)·x, so the sum in brackets can replace W. Compute it for the first such layer. In torch, `@` multiplies matrices and `*`
-# each number. (This is LoRA. DoRA also scales the rows of the sum; the merge below can do that too.)
+# (W + scale · B·A)·x, so the sum in brackets can replace W. Compute it for the first such layer. `scale` is alpha / r of lesson 03. In torch, `@` multiplies
+# matrices and `*` each number. (This is LoRA. DoRA also scales the rows of the sum; the merge below can do that too.)
 
 # %% tags=["exercise"]
 from nbutils import exercises
@@ -174,11 +174,10 @@ print(f"by hand and by PEFT, largest difference:     {(by_peft - by_hand).abs().
 print(f"by hand and in the file, largest difference: {(written - by_hand.to(getattr(torch, dtype)).float()).abs().max():.2g}")
 
 # %% [markdown]
-# In memory, PEFT merges with one call: `merge_and_unload` adds every product to its weight and removes the adapter's layers. In 16 bits
-# it rounds twice, first the product and then the sum. In float32 and rounded once at the end, as here, it gives the bits of our
-# folder. That takes two whole models in memory, so it is left out where they need more than is free, or more than 8 GiB (from a billion
-# parameters on). What is counted are all tensors of the model, also those that no adapter changes. (With `MERGE_ONTO = "dequantized"`, merged
-# weights differ here as well.)
+# In memory, PEFT merges with one call, `merge_and_unload`. In float32, rounded once at the end, it gives the bits of our folder. That takes two whole
+# models in memory, so it is left out where they need more than is free, or more than 8 GiB (from a billion parameters on). All tensors are
+# counted, also those that no adapter changes; an output layer that shares the weights of the embeddings counts again. (With
+# `MERGE_ONTO = "dequantized"`, merged weights differ.)
 
 # %%
 from nbutils import platforms
@@ -204,7 +203,8 @@ else:
 #
 # The merged model is loaded like any other model, without PEFT. First the old one is removed from memory. `placement.load` calls
 # `AutoModelForCausalLM.from_pretrained(folder, **placement.loading)` and keeps that one model, so that the next cells need not load it again.
-# The figure shows the likeliest next tokens at the first position where base and adapter would go on differently, often the first of all.
+# The figure shows the likeliest next tokens at the first position where base and adapter would go on differently, often the first of all. A
+# probability too small to be seen has no bar.
 
 # %%
 from nbutils import figures
@@ -287,7 +287,7 @@ comparison.show_answers(6)
 # ## Three scores
 #
 # - *exact match*: the share of answers that match the reference exactly,
-# - *character F1*: the characters shared with the reference (characters and not words, so that it also works for Chinese),
+# - *character F1*: the characters shared with the reference, from 0 (none) to 1 (all); not words, so that it also works for Chinese,
 # - *loss*: how unlikely the model finds the reference, in nats per token; lower is better.
 #
 # In brackets is the 95 % *confidence interval*: with other questions of the same kind, the score would most likely be in there. The *p-value*
@@ -316,8 +316,8 @@ print(comparison.forgetting)
 # if content rose by more than chance explains. The report has all scores, and opens in any browser.
 #
 # Content is measured twice, by exact match and by ROUGE-L: the characters that two texts share in the same order, from 0 (none) to 1
-# (all). Where all answers look alike, even a perfect one is only a little closer to its own reference than to the others: by 0.2
-# in the bundled sample, of which the base model already has half. The verdict shows what the tuning added.
+# (all). In the bundled sample all answers look alike, so even a perfect one is closer to its own reference than to the others by
+# 0.2 only. The base model had reached 0.1 of it before the tuning; the verdict shows what the tuning added.
 
 # %%
 print(comparison.verdict)
@@ -343,9 +343,9 @@ print(shuffled.verdict)
 # ## Exercise: the commonest error
 #
 # The run that was too short helped, and is still wrong in almost half of its answers. A score says how many; only reading says what is wrong
-# with them. Read some of its errors. Which field of the ticket does it get wrong most often? `right` says for each of its answers
-# which fields are right; the first one is printed. (In an answer that is broken JSON, none is.) Count in all of them, and put the name of the
-# field into `my_field`.
+# with them. Read some of its errors. Which field of the ticket does it get wrong most often? `right` is a list with a dict for each of its 40 answers, the right ones
+# too: which fields are right; the first one is printed. (In broken JSON, none is.) The table shows some of the wrong answers, in another order. Count in
+# all of `right`, and put the name of the field into `my_field`. (没有说 is Chinese for *not said*: rows and errors are in both languages.)
 
 # %% tags=["exercise"]
 from nbutils import display

@@ -79,8 +79,8 @@ serving.stop_leftover_servers(lesson.run.path, STOP_OTHERS)
 #
 # vLLM brings its own version of PyTorch. Installed here, it would replace the one you train with. So it gets a *virtual environment* of
 # its own: a folder with a Python and its packages, built once. The server is a separate *process*, a running program with memory of its
-# own, and this notebook only talks to it. vLLM needs a T4 or newer GPU, or a CPU; older GPUs are served by `transformers serve`, and so are hybrid models (Qwen3.5) on a CPU: vLLM computes their
-# Gated DeltaNet layers there in bfloat16 only, and float32 is what gives the answers of lesson 04.
+# own, and this notebook only talks to it. vLLM needs a T4 or newer GPU, or a CPU. What it cannot run, `transformers serve` does: older GPUs, and hybrid models (Qwen3.5) on a CPU, where vLLM
+# computes in bfloat16 only.
 
 # %%
 from pathlib import Path
@@ -100,9 +100,7 @@ print(environment.reason or "as ENGINE says")
 # - `gpu_memory_utilization`: the share of the GPU memory that the server takes.
 #
 # More flags may be added there, for example `SET = "vllm.enable_prefix_caching=false"` in lesson 01 or 03. `model.flags` are those that
-# this machine and this model need, such as the precision of lesson 04; the last lines say why. You can copy the command to any machine
-# that has the program and the folder. Of a model that also sees, `transformers serve` gets the text model alone: a folder with its own
-# `config.json` and links to the other files.
+# this machine and this model need, such as the precision of lesson 04; the last lines say why. You can copy the command to any machine that has the program and the folder.
 
 # %%
 import shlex
@@ -129,8 +127,9 @@ print(serving.flags_reason(lesson.gpu, server.flags))
 # Before the server starts, here is what it will do for each request. The model reads the prompt and gives every token of its vocabulary a
 # score, a *logit*. The likeliest token is appended, and the model is asked again, until it writes a stop token. It need not read everything again:
 # attention looks back at a *key* and a *value* of each earlier token, and the *KV cache* keeps these. So from the second step on only one token
-# goes in. `generate` must write the same tokens. (A model that does not fit into this process beside the server's memory is served
-# only; the bundled tiny model, untrained, takes its place in this cell.)
+# goes in. `generate` must write the same tokens.
+# 
+# First the model is loaded. (One that does not fit here beside the server is served only; the bundled tiny model takes its place in this cell.)
 
 # %%
 import torch
@@ -144,6 +143,11 @@ folder = model.folder if fits else files.TINY_MODEL
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 placing = {"dtype": model.dtype, "device_map": {"": lesson.device}}
 language_model = AutoModelForCausalLM.from_pretrained(folder, **placing, trust_remote_code=False)
+
+# %% [markdown]
+# Now the loop. `cache` is what it keeps from one token to the next.
+
+# %%
 question = data.own_language_first(model.questions)[0]
 prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt").to(lesson.device)
 stop_ids = chat.find_stop_ids(tokenizer, language_model.generation_config)
@@ -175,9 +179,8 @@ print(serving.public_address(lesson.platform, server.port))
 # ## One request
 #
 # A *client* is the program that asks. It needs three things: an address (the *endpoint*), the name of the model, and messages.
-# `temperature=0` always takes the likeliest token. Both servers can give the thoughts of a model that thinks first apart from its answer: vLLM in `message.reasoning`, where the flag
-# `reasoning-parser` is set, `transformers serve` in `message.reasoning_content`. While the model still thinks, `message.content` is empty.
-# `serving.generated_text` puts both together again. 64 tokens may not reach the end of its thoughts.
+# `temperature=0` always takes the likeliest token. (Of a model that thinks first, a server gives the thoughts apart from the answer,
+# `message.content`; `serving.generated_text` puts both together again.)
 
 # %%
 from openai import OpenAI
@@ -207,7 +210,7 @@ print(f"{server.root}/docs")
 # %% [markdown]
 # ## Streaming
 #
-# *Streaming* means that the answer is sent while it is written: with `stream=True` it arrives in pieces, as chat programs show it. A bar marks where one piece ends and the next begins. Thoughts arrive in pieces of their own.
+# *Streaming* means that the answer is sent while it is written: with `stream=True` it arrives in pieces, as chat programs show it. A bar marks where one piece ends and the next begins; the first and the last one are empty.
 
 # %%
 options = {"model": server.model_name, "messages": question, "max_tokens": 64, "temperature": 0}
@@ -221,9 +224,7 @@ print()
 # ## Exercise: temperature
 #
 # Above temperature 0 the server draws each token at random, by its probability. The probabilities are the softmax of the logits divided by
-# the *temperature*: above 1 it makes them more alike, below 1 the likeliest token gets even likelier. Here is a place in the prompt where
-# your model was in two minds. What is the probability of its likeliest token at temperature 2? `logits` is a tensor with the logits
-# of all tokens, `tensor.softmax(-1)` makes probabilities of a tensor, and `.max()` takes the largest.
+# the *temperature*: above 1 it makes them more alike, below 1 the likeliest token gets even likelier. Here is a place in the customer's message where your model was in two minds about how it goes on. What is the probability of its likeliest token at temperature 2? `logits` is a tensor with the logits of all tokens. `x.softmax(-1)` makes probabilities of any such tensor `x`, and `.max()` takes the largest.
 
 # %% tags=["exercise"]
 from nbutils import exercises, figures
@@ -254,7 +255,8 @@ lesson.check(exercises.temperature, my_probability, logits)
 # %% [markdown]
 # ## The KV cache
 #
-# The cache of the decoding by hand, in numbers. The weights are in memory once, for all requests. The KV cache grows with every token of
+# The cache of the decoding by hand, in numbers. The weights are in memory once, for all requests,
+# and each step reads all of them once. The KV cache grows with every token of
 # every prompt and answer, and each request has its own. So it decides how many requests a server can compute at once. Here is your model
 # beside a 7B in 16 bits, for requests of 1,000 tokens each; the limit is a GPU with 24 GB.
 
@@ -274,12 +276,12 @@ figures.bars(memory, "Memory of a server, 1,000 tokens in each request", "GB", l
 # %% [markdown]
 # ## Exercise: cache bytes
 #
-# How many bytes does the cache of your model need for 1,000 tokens? Each layer keeps a key and a value for each token, and both are as
-# long as all key/value heads together. (Several query heads share one key/value head, which saves memory: *grouped-query attention*. Of a
-# hybrid model only the layers with softmax attention count.)
+# How many bytes does the cache of your model need for 1,000 tokens? Each layer keeps a key and a value for each token. Both are lists of numbers, in pieces called *heads*: what the cell prints says how many key/value
+# heads there are, and how many numbers are in a head. (Several *query heads*, which look, share one key/value head: *grouped-query attention*
+# saves memory. Of a hybrid model only the layers with softmax attention count.)
 
 # %% tags=["exercise"]
-print(f"{shape.softmax_layers} layers, hidden size {shape.hidden}: {shape.heads} query heads, {shape.kv_heads} key/value heads")
+print(f"{shape.softmax_layers} layers, {shape.heads} query heads, {shape.kv_heads} key/value heads in each")
 print(f"{shape.head_dim} numbers in a head, {number_bytes} bytes each ({model.dtype})")
 my_bytes = None
 lesson.check(exercises.cache_bytes, my_bytes, shape, number_bytes)
@@ -291,7 +293,7 @@ lesson.check(exercises.cache_bytes, my_bytes, shape, number_bytes)
 # my_bytes = 2 * shape.softmax_layers * shape.kv_heads * shape.head_dim * number_bytes * 1000
 # ```
 #
-# The 2 is for keys and values. Neither the hidden size nor the number of weights is in it: a model with fewer key/value heads can serve
+# The 2 is for keys and values. The number of weights is not in it: a model with fewer key/value heads can serve
 # more people on the same GPU.
 #
 # </details>
@@ -319,7 +321,7 @@ def spans_of(in_flight):
     return [(begun - spans[0][0], end - spans[0][0]) for begun, end in spans]
 
 
-options["max_tokens"] = 64 if environment.engine != "transformers" else 16  # that one takes long enough
+options["max_tokens"] = 64 if lesson.gpu else 16  # a CPU takes long enough
 questions = (model.questions * 32)[:32]
 one_by_one, at_once = spans_of(1), spans_of(32)
 alone, together = one_by_one[-1][1] / 32, max(end for _, end in at_once)
@@ -399,7 +401,7 @@ print(same_model)
 # %%
 from nbutils import chat_widget
 
-*opening, last = model.questions[-1]
+*opening, last = data.own_language_first(model.questions)[1]
 max_tokens = max(64, model.evaluator.max_new_tokens)
 talk = chat_widget.Talk(client, server.model_name, opening=opening, max_tokens=max_tokens, temperature=0)
 box = chat_widget.chat(talk, last["content"], live=KEEP_RUNNING)

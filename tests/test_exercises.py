@@ -522,7 +522,7 @@ def test_progress_adds_up_over_all_runs_and_ends_in_a_certificate(home: Path) ->
 @pytest.mark.serve
 @pytest.mark.timeout(1200)
 def test_the_solutions_of_the_course_are_right_and_earn_the_certificate(course_run: Path, tmp_path: Path) -> None:
-    shutil.copytree(course_run, tmp_path / "tiny", ignore=shutil.ignore_patterns("checkpoints", "notebooks"))
+    shutil.copytree(course_run, tmp_path / "tiny", ignore=shutil.ignore_patterns("notebooks"))
     for stem in lesson.COURSE:
         run_solved(stem, tmp_path, "tiny", "PROFILE", "tiny")
     told = python("-m", "nbutils", "progress", home=tmp_path)

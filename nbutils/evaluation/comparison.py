@@ -31,7 +31,8 @@ MOST_UNFINISHED = 0.2  # share of answers cut off while thinking; above it a com
 FORGOT_PERPLEXITY = 1.10  # a ratio above it is forgetting
 FORGOT_F1 = -0.05  # a change below it is forgetting
 WORST_ROWS = 6  # that the page lists
-PRACTICE_SIZE = Size(rows=40, batch_size=32, max_new_tokens=64)  # takes seconds on a CPU
+PRACTICE_SIZE = Size(rows=40, batch_size=40, max_new_tokens=64)  # takes seconds on a CPU
+PRACTICE_GENERAL_ROWS = 16
 IN_4_BITS = "weights in 4 bits"  # where models do not fit otherwise
 
 
@@ -359,16 +360,18 @@ def compare_practice(run: Path) -> dict[str, Comparison]:
 
     tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL, trust_remote_code=False)
     evaluator = Evaluator(run / practice.FOLDER, tokenizer, practice.held_out(), PRACTICE_SIZE, "float32")
-    both = (evaluator, evaluator.general())
-    model: Any = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype="float32", trust_remote_code=False)
-    base, general_base = (rows.evaluate("base", model, "") for rows in both)
+    both = (evaluator, evaluator.general(PRACTICE_GENERAL_ROWS))
+
+    def base_model() -> Any:
+        return AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype="float32", trust_remote_code=False)
+
+    base, general_base = (rows.evaluate("base", base_model(), "") for rows in both)
     judged = {}
     for name, settings in practice.RUNS.items():
         trained = practice.train(settings, practice.folder(run, name))
-        with_adapter: Any = PeftModel.from_pretrained(model, trained.adapter)
-        tuned, general_tuned = (rows.evaluate(name, with_adapter, str(settings)) for rows in both)
+        merged: Any = PeftModel.from_pretrained(base_model(), trained.adapter).merge_and_unload()
+        tuned, general_tuned = (rows.evaluate(name, merged, str(settings)) for rows in both)
         judged[name] = Comparison(base, tuned, general_base, general_tuned)
-        model = with_adapter.unload()
     return judged
 
 

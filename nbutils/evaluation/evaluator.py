@@ -151,10 +151,10 @@ class Evaluator:
         needed = max(LEAST_TOKENS, int(LONGER * longest))
         return min(most, needed)
 
-    def general(self) -> Evaluator:
-        """The rows of general knowledge, asked in the same way; always all of them."""
-        rows = stored_rows(SAMPLES / "general.jsonl")
-        return replace(self, held_out=rows, size=replace(self.size, rows=0), subject="-general")
+    def general(self, rows: int = 0) -> Evaluator:
+        """The rows of general knowledge, asked in the same way; always all of them, unless a number is given."""
+        held_out = stored_rows(SAMPLES / "general.jsonl")
+        return replace(self, held_out=held_out, size=replace(self.size, rows=rows), subject="-general")
 
     def evaluate(self, name: str, model: Any, fingerprint: Any) -> Result:
         """Ask one model, which `fingerprint` identifies; what was stored of it before is not asked again."""

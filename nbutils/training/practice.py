@@ -20,7 +20,7 @@ from nbutils.language import tr
 
 FOLDER = "practice"  # below the run
 MAX_LENGTH = 256  # tokens; every bundled row is shorter
-VALIDATION_ROWS = 24
+VALIDATION_ROWS = 12
 MEASURES = 8  # of the validation loss in a run, beside the one before the first step
 
 
@@ -32,13 +32,13 @@ class Practice:
     shuffled: bool = False  # every answer belongs to another question
     steps: int = 40
     learning_rate: float = 2e-3
-    batch_size: int = 8
+    batch_size: int = 4
     seed: int = 0
 
 
 RUNS = {
-    "too short": Practice(steps=20),
-    "memorized": Practice(rows=5, steps=56, learning_rate=5e-3, batch_size=4),
+    "too short": Practice(steps=24),
+    "memorized": Practice(rows=5, steps=48, learning_rate=5e-3),
     "shuffled answers": Practice(shuffled=True, steps=32),
 }
 
