@@ -141,8 +141,9 @@ def bench_serve(
         ended = subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if ended.returncode:
             raise CourseError(
-                tr("`vllm bench serve` stopped: {lines}", lines=last_lines(ended.stderr, 3)),
-                todo=tr("If the tokenizer is named, give the folder of the served model with --model."),
+                "`vllm bench serve` stopped: {lines}",
+                todo="If the tokenizer is named, give the folder of the served model with --model.",
+                lines=last_lines(ended.stderr, 3),
             )
         return read_level(engine, files.read_json(Path(folder) / "result.json"))
 
@@ -152,8 +153,9 @@ def read_level(engine: str, result: Mapping[str, Any]) -> Level:
     errors = [error.strip().splitlines()[-1] for error in result["errors"] if error]
     if not result["completed"]:
         raise CourseError(
-            tr("Not one request was answered: {error}", error=errors[0]),
-            todo=tr("Read the server's log, and check --name and the key in VLLM_API_KEY."),
+            "Not one request was answered: {error}",
+            todo="Read the server's log, and check --name and the key in VLLM_API_KEY.",
+            error=errors[0],
         )
     times = {}
     for metric in ("ttft", "tpot", "e2el"):
@@ -206,8 +208,10 @@ def time_request(client: Any, model_name: str, tokens: int, prompt: str) -> floa
     seconds = time.perf_counter() - started
     if count != tokens:
         raise CourseError(
-            tr("{count} tokens returned, {tokens} requested", count=count, tokens=tokens),
-            todo=tr("Read the server's log: it ended an answer too early."),
+            "{count} tokens returned, {tokens} requested",
+            todo="Read the server's log: it ended an answer too early.",
+            count=count,
+            tokens=tokens,
         )
     return seconds
 
@@ -412,7 +416,7 @@ def parse_rivals(text: str) -> list[str]:
 def parse_concurrency(text: str) -> tuple[int, ...]:
     """`1,8,32` as numbers."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise CourseError(tr("--concurrency is {text!r}.", text=text), todo=tr("Write it like 1,8,32."))
+        raise CourseError("--concurrency is {text!r}.", todo="Write it like 1,8,32.", text=text)
     return tuple(map(int, text.split(",")))
 
 
@@ -428,8 +432,10 @@ def bench_url(url: str, name: str, model: Path | None, benchmark: Benchmark) -> 
         first = client.models.list().data[0]
     except Exception as problem:  # whatever answers there need not be an OpenAI-compatible server
         raise CourseError(
-            tr("{url} did not answer like an OpenAI-compatible server ({problem!r}).", url=url, problem=problem),
-            todo=tr("Start it first, correct --url, or set VLLM_API_KEY to the key it was started with."),
+            "{url} did not answer like an OpenAI-compatible server ({problem!r}).",
+            todo="Start it first, correct --url, or set VLLM_API_KEY to the key it was started with.",
+            url=url,
+            problem=problem,
         ) from problem
     tokenizer = str(model or getattr(first, "root", None) or first.id)  # vLLM says where its model came from
     environment = serving.ensure_environment()
@@ -450,13 +456,14 @@ def measure_speed(
     elif model:
         bench_model(model, benchmark, rivals)
     else:
-        raise CourseError(tr("Neither a model nor a server was named."), todo=tr("Give --model FOLDER or --url URL."))
+        raise CourseError("Neither a model nor a server was named.", todo="Give --model FOLDER or --url URL.")
     if out:
         benchmark.plot(out / "bench.png")
     if benchmark.left_out:
         benchmark.show()
         raise CourseError(
-            tr("Not measured: {names}", names=joined(benchmark.left_out)),
-            todo=tr("Fix what is named above, then measure again."),
+            "Not measured: {names}",
+            todo="Fix what is named above, then measure again.",
+            names=joined(benchmark.left_out),
         )
     return benchmark

@@ -92,17 +92,17 @@ def execute(stem: str, output: Path, values: Facts) -> None:
         )
     except PapermillExecutionError as failure:
         raise CourseError(
-            tr(
-                "Lesson {lesson} failed in cell {cell}: {problem}",
-                lesson=stem,
-                cell=failure.exec_count,
-                problem=f"{failure.ename}: {failure.evalue}",
-            ),
-            todo=tr("Mend the cause, then give the same command again. {output} shows the cell.", output=unfinished),
+            "Lesson {lesson} failed in cell {cell}: {problem}",
+            todo="Mend the cause, then give the same command again. {output} shows the cell.",
+            lesson=stem,
+            cell=failure.exec_count,
+            problem=f"{failure.ename}: {failure.evalue}",
+            output=unfinished,
         ) from failure
     except DeadKernelError as failure:
         raise CourseError(
-            tr("The kernel of lesson {lesson} was stopped, or the machine's memory was full.", lesson=stem),
-            todo=tr("Give the same command again. What is done is not repeated."),
+            "The kernel of lesson {lesson} was stopped, or the machine's memory was full.",
+            todo="Give the same command again. What is done is not repeated.",
+            lesson=stem,
         ) from failure
     unfinished.replace(output)

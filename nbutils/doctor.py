@@ -69,8 +69,9 @@ class Report:
         print(*problems, self.counts(), sep="\n")
         if self.failures:
             raise CourseError(
-                tr("Some checks of this machine failed: {names}.", names=joined(map(tr, self.failures))),
-                todo=tr("Follow the FAIL lines above, then run the cell again."),
+                "Some checks of this machine failed: {names}.",
+                todo="Follow the FAIL lines above, then run the cell again.",
+                names=joined(map(tr, self.failures)),
             )
 
     def facts(self) -> Facts:

@@ -68,12 +68,12 @@ def profile_here() -> str:
         return gpus.profile_for(gpu)
     profiles = [f"{name} ({config.load(name).model})" for name in ("laptop", *gpus.PROFILES)]
     raise CourseError(
-        tr("There is no GPU here, so PROFILE auto cannot say what you will train."),
-        todo=tr(
+        "There is no GPU here, so PROFILE auto cannot say what you will train.",
+        todo=(
             "Name a model, as in `python -m nbutils fetch Qwen2.5-7B`, or with --profile that of the GPU you will "
-            "rent: {profiles}.",
-            profiles=", ".join(profiles),
+            "rent: {profiles}."
         ),
+        profiles=", ".join(profiles),
     )
 
 

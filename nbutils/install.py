@@ -62,8 +62,9 @@ def ensure(extra: str) -> None:
     loaded = [name for name in replaced if name.replace("-", "_") in sys.modules]
     if loaded:
         raise CourseError(
-            tr("{packages} was replaced while this kernel had the old version loaded.", packages=", ".join(loaded)),
-            todo=tr("Restart the kernel (Runtime > Restart) and run all cells again."),
+            "{packages} was replaced while this kernel had the old version loaded.",
+            todo="Restart the kernel (Runtime > Restart) and run all cells again.",
+            packages=", ".join(loaded),
         )
 
 
@@ -160,16 +161,14 @@ def pip_install(required: list[str], wheels: Path | None = None) -> None:
         importlib.invalidate_caches()
         return
     raise CourseError(
-        tr(
-            "pip could not install the missing packages from {source}:\n{tail}",
-            source=wheels or tr("the package index"),
-            tail=last_lines(done.stderr, 8),
-        ),
-        todo=tr(
+        "pip could not install the missing packages from {source}:\n{tail}",
+        todo=(
             "Switch the network on (Kaggle: Settings > Internet), or attach a folder that `make wheels "
             "IMAGE=freeze.txt` builds on any machine with a network (freeze.txt is what `pip freeze` "
             "prints here), then run this cell again."
         ),
+        source=wheels or tr("the package index"),
+        tail=last_lines(done.stderr, 8),
     )
 
 
@@ -200,26 +199,22 @@ def attached_wheels() -> Path | None:
         return None
     if len(markers) > 1:
         raise CourseError(
-            tr(
-                "Several folders of wheels are attached: {folders}.",
-                folders=", ".join(str(marker.parent) for marker in markers),
-            ),
-            todo=tr("Detach the others, or set NBUTILS_SOURCE to the course's wheel in the one that is yours."),
+            "Several folders of wheels are attached: {folders}.",
+            todo="Detach the others, or set NBUTILS_SOURCE to the course's wheel in the one that is yours.",
+            folders=", ".join(str(marker.parent) for marker in markers),
         )
     folder = markers[0].parent
     problems = _wheel_problems(folder)
     if problems:
         raise CourseError(
-            tr(
-                "The attached folder of wheels {folder} is not what its list says: {problems}. Nothing was installed.",
-                folder=folder,
-                problems=", ".join(problems),
-            ),
-            todo=tr(
+            "The attached folder of wheels {folder} is not what its list says: {problems}. Nothing was installed.",
+            todo=(
                 "Upload the whole folder that `make wheels PYTHON_VERSION={python}` builds, or detach it and "
-                "switch the network on.",
-                python=PYTHON,
+                "switch the network on."
             ),
+            folder=folder,
+            problems=", ".join(problems),
+            python=PYTHON,
         )
     return folder
 

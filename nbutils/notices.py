@@ -358,13 +358,13 @@ def _service() -> Any:
         plugin = Apprise.instantiate("json" + re.sub(r"([?&])", r"\1-", url).removeprefix("http"), asset)
     if plugin is None:
         raise CourseError(
-            tr("No notice can be sent: {url} is not the address of a service.", url=URL),
-            todo=tr(
+            "No notice can be sent: {url} is not the address of a service.",
+            todo=(
                 "Set {url} to the address of a robot (Feishu, DingTalk, WeCom, Slack), of a server of your own or of "
                 "the library apprise, as a secret or an environment variable; then try it with python -m nbutils "
-                "notice.",
-                url=URL,
+                "notice."
             ),
+            url=URL,
         )
     if plugin.secure_protocol == "feishu":
         plugin.notify_url = plugin.notify_url.rstrip("/")  # as Feishu itself writes it
@@ -396,12 +396,14 @@ def send(title: str, text: str, kind: str = "info") -> str:
             return name
         problem = "; ".join(entry.message for entry in result.logs()) or answer[:200]
     raise CourseError(
-        tr("No notice sent to {service} ({problem}).", service=name, problem=mask_secrets(problem)),
-        todo=tr(
+        "No notice sent to {service} ({problem}).",
+        todo=(
             "Check the address in {url} and the rules of the robot (one that demands a keyword gets nbutils), then try "
-            "it with python -m nbutils notice.",
-            url=URL,
+            "it with python -m nbutils notice."
         ),
+        service=name,
+        problem=mask_secrets(problem),
+        url=URL,
     )
 
 

@@ -165,8 +165,10 @@ def _read(name: str, overrides: Callable[[str], Overrides], gpu: GPU | None) -> 
     too_new = NEED_BFLOAT16.intersection([load.dtype, load.attn_implementation])
     if gpu and gpu.capability < hardware.BF16_FROM and too_new:
         raise CourseError(
-            tr("{gpu} does not support {values}.", gpu=gpu, values=joined(sorted(too_new))),
-            todo=tr("Set them to auto, in SET or in a copy of the profile, or use another machine."),
+            "{gpu} does not support {values}.",
+            todo="Set them to auto, in SET or in a copy of the profile, or use another machine.",
+            gpu=gpu,
+            values=joined(sorted(too_new)),
         )
     return document
 

@@ -51,8 +51,9 @@ def write_certificate(keep: Path, solved: Solved, name: str) -> Path:
             break
     else:
         raise CourseError(
-            tr("No run in {folder} has a verdict.", folder=keep),
-            todo=tr("Run lesson 04 of the run that the certificate should tell of."),
+            "No run in {folder} has a verdict.",
+            todo="Run lesson 04 of the run that the certificate should tell of.",
+            folder=keep,
         )
     page = display.render(
         "certificate.html",

@@ -191,7 +191,7 @@ def find_run(name: str) -> RunFolder:
         raise CourseError(
             tr("There is no run {run!r} in {folder}.", run=name, folder=keep),
             allowed=", ".join(sorted(known)),
-            todo=tr("Name one of these or the path of a run folder, or set NBUTILS_HOME to the folder of your runs."),
+            todo="Name one of these or the path of a run folder, or set NBUTILS_HOME to the folder of your runs.",
         )
     return run
 
@@ -217,12 +217,13 @@ def reading(path: Path) -> Iterator[None]:
             place = ".".join(map(str, first["loc"]))
             seen = f"{place}: {first['msg']}".lstrip(": ")
         raise CourseError(
-            tr("{file} cannot be read: {problem}.", file=path, problem=seen),
-            todo=tr(
+            "{file} cannot be read: {problem}.",
+            todo=(
                 "Move {file} out of the run folder, then run the lesson again. If it is of a checkpoint, set "
-                "RESUME to the step of an earlier one.",
-                file=path,
+                "RESUME to the step of an earlier one."
             ),
+            file=path,
+            problem=seen,
         ) from problem
 
 

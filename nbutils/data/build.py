@@ -346,8 +346,8 @@ def _require_usable(card: DataCard, out: Path) -> None:
         return
     raise CourseError(
         f"{card}\n{card.rejected_text(out / REJECTED)}",
-        allowed=tr("at least half of the rows usable, and at least one row to train on and one to hold out"),
-        todo=tr("Fix the rows, name the columns with COLUMNS, or name other files with DATA and EVAL_DATA."),
+        allowed="at least half of the rows usable, and at least one row to train on and one to hold out",
+        todo="Fix the rows, name the columns with COLUMNS, or name other files with DATA and EVAL_DATA.",
     )
 
 

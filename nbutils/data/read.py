@@ -113,13 +113,14 @@ def find_files(source: str, formats: Formats = FORMATS) -> list[Path]:
             files.append(file)
     if not files:
         raise CourseError(
-            tr("{path} does not exist, or is no data file and holds none.", path=path.absolute()),
-            allowed=tr(
+            "{path} does not exist, or is no data file and holds none.",
+            allowed=(
                 "a file that ends in {formats} (or in .gz or .zst after that), a folder of them, or a hub dataset as "
-                "owner/name",
-                formats=", ".join(formats),
+                "owner/name"
             ),
-            todo=tr("Correct the path, or save the file in one of these formats, in UTF-8."),
+            todo="Correct the path, or save the file in one of these formats, in UTF-8.",
+            path=path.absolute(),
+            formats=", ".join(formats),
         )
     if not Path(source).expanduser().is_file():  # whoever names a link means what it leads to
         require_inside(path if path.is_dir() else path.parent, files)
@@ -137,12 +138,10 @@ def _download(repo: str, folder: str | None) -> list[Path]:
     except Exception as problem:  # the errors are of several libraries, by version
         first_line = str(problem).partition("\n")[0]
         raise CourseError(
-            tr(
-                "{repo!r} is not a local file, and the hub dataset of that name cannot be downloaded: {reason}",
-                repo=repo,
-                reason=f"{type(problem).__name__}: {first_line}",
-            ),
-            todo=tr("Correct the name, set HF_TOKEN if it is private, or set HF_ENDPOINT to a mirror that answers."),
+            "{repo!r} is not a local file, and the hub dataset of that name cannot be downloaded: {reason}",
+            todo="Correct the name, set HF_TOKEN if it is private, or set HF_ENDPOINT to a mirror that answers.",
+            repo=repo,
+            reason=f"{type(problem).__name__}: {first_line}",
         ) from problem
     return [Path(file["filename"]) for rows in splits for file in rows.cache_files]
 

@@ -94,12 +94,10 @@ def require_gpus(gpus: int, processes: int) -> None:
     """Refuse more processes on a machine than it has GPUs; without any, each takes a core."""
     if 0 < gpus < processes:
         raise CourseError(
-            tr(
-                "{processes} processes should train together, and this machine has {gpus} GPU(s).",
-                processes=processes,
-                gpus=gpus,
-            ),
-            todo=tr("Set PROCESSES (or --nproc_per_node of torchrun) to {gpus} or less.", gpus=gpus),
+            "{processes} processes should train together, and this machine has {gpus} GPU(s).",
+            todo="Set PROCESSES (or --nproc_per_node of torchrun) to {gpus} or less.",
+            processes=processes,
+            gpus=gpus,
         )
 
 
@@ -127,8 +125,8 @@ def peer_error(problem: BaseException) -> CourseError | SystemExit | None:
     if not is_main():
         return SystemExit(1)
     return CourseError(
-        tr("Another process of this training has ended or does not answer; see above, or on its machine."),
-        todo=tr(
+        "Another process of this training has ended or does not answer; see above, or on its machine.",
+        todo=(
             "Mend what it says, then start the same command again, also with fewer processes: it "
             "continues from the newest checkpoint."
         ),
@@ -192,12 +190,13 @@ def require_same(fingerprint: Mapping[str, Any]) -> None:
         return
     different = ", ".join(name for name, value in flat(fingerprint).items() if value != others[0].get(name))
     raise CourseError(
-        tr("The processes of this training do not agree on: {different}.", different=different),
-        todo=tr(
+        "The processes of this training do not agree on: {different}.",
+        todo=(
             "Give every machine the same parameters, SET too (only the main one remembers it), and the "
             "same files. Rows that were prepared apart: delete the run's data folder there. Different "
             "GPUs: name sft.per_device_train_batch_size and sft.gradient_checkpointing in SET."
         ),
+        different=different,
     )
 
 

@@ -113,11 +113,11 @@ def _empty(spec: EnvironmentSpec, folder: Path) -> None:
     """Remove what an earlier build of this spec left; its marker goes first, its owner stays."""
     if files.read_object(folder / OWNER).get("name") != spec.name:
         raise CourseError(
-            tr("{folder} is not empty, and was not made for the {name} environment.", folder=folder, name=spec.name),
-            todo=tr(
-                "Set {prefix}_ENV to another folder, or remove this one yourself if you need nothing in it.",
-                prefix=spec.prefix,
-            ),
+            "{folder} is not empty, and was not made for the {name} environment.",
+            todo="Set {prefix}_ENV to another folder, or remove this one yourself if you need nothing in it.",
+            folder=folder,
+            name=spec.name,
+            prefix=spec.prefix,
         )
     (folder / MARKER).unlink(missing_ok=True)
     for entry in folder.iterdir():
@@ -132,8 +132,8 @@ def _install(spec: EnvironmentSpec, folder: Path) -> None:
         commands = [installer.new_environment(folder)]
     except subprocess.CalledProcessError as problem:  # pip has printed why
         raise CourseError(
-            tr("uv, which makes environments here, could not be installed."),
-            todo=tr("Read pip's message above. Without a network, make this environment on a machine that has one."),
+            "uv, which makes environments here, could not be installed.",
+            todo="Read pip's message above. Without a network, make this environment on a machine that has one.",
         ) from problem
     for packages in spec.steps:
         commands.append(installer.uv_pip(python, "install", *packages))
@@ -156,16 +156,14 @@ def _run_command(spec: EnvironmentSpec, folder: Path, command: list[str], env: d
     if processes.run(command, env, log, spec.name) == 0:
         return
     raise CourseError(
-        tr(
-            "Building the {name} environment failed at `{title}`:\n{tail}",
-            name=spec.name,
-            title=title,
-            tail=last_lines(log.read_text(encoding="utf-8", errors="replace"), 12),
-        ),
-        todo=tr(
+        "Building the {name} environment failed at `{title}`:\n{tail}",
+        todo=(
             "Read {log} and run this again; without a network, set {prefix}_PYTHON to an interpreter "
-            "that has the packages.",
-            log=log,
-            prefix=spec.prefix,
+            "that has the packages."
         ),
+        name=spec.name,
+        title=title,
+        tail=last_lines(log.read_text(encoding="utf-8", errors="replace"), 12),
+        log=log,
+        prefix=spec.prefix,
     )

@@ -131,12 +131,13 @@ class Evaluator:
             )
         if not self.rows:
             raise CourseError(
-                tr("No evaluation row fits {limit:,} tokens with its answer, or there is none.", limit=self.limit),
-                todo=tr(
+                "No evaluation row fits {limit:,} tokens with its answer, or there is none.",
+                todo=(
                     "Run lesson 02 again, with more or shorter rows; or lower course.max_new_tokens (now "
-                    "{new_tokens}), or raise vllm.max_model_len if that is the limit.",
-                    new_tokens=self.size.max_new_tokens,
+                    "{new_tokens}), or raise vllm.max_model_len if that is the limit."
                 ),
+                limit=self.limit,
+                new_tokens=self.size.max_new_tokens,
             )
 
     def _answer_tokens(self) -> int:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from nbutils import models
 from nbutils.config import BASE_KEEPING_INITS, UNMERGEABLE
 from nbutils.errors import CourseError
-from nbutils.language import tr
 from nbutils.merging.folder import CODES, FLOAT_BYTES, FLOATS, HEAD, ModelFolder, StoredTensor, text_name
 
 if TYPE_CHECKING:
@@ -100,8 +99,10 @@ def _require_mergeable(adapter: ModelFolder) -> None:
         problems.append("init_lora_weights")
     if problems:
         raise CourseError(
-            tr("{folder} uses {kind}, which cannot be merged here.", folder=adapter.path, kind=problems[0]),
-            todo=tr("Merge it with PEFT's merge_and_unload on a machine with enough memory, or serve it unmerged."),
+            "{folder} uses {kind}, which cannot be merged here.",
+            todo="Merge it with PEFT's merge_and_unload on a machine with enough memory, or serve it unmerged.",
+            folder=adapter.path,
+            kind=problems[0],
         )
 
 
@@ -134,11 +135,13 @@ def _add_adapter(plans: dict[str, WeightPlan], adapter: ModelFolder) -> None:
     if unused:
         key = min(unused)
         raise CourseError(
-            tr("The adapter's {key}, of shape {shape}, fits no weight of the base.", key=key, shape=unused[key].shape),
-            todo=tr(
+            "The adapter's {key}, of shape {shape}, fits no weight of the base.",
+            todo=(
                 "Use the base that adapter_config.json names, with its embeddings resized as before training; save "
                 "the adapter again if a part is missing; merge a LoRA on an embedding with PEFT's merge_and_unload."
             ),
+            key=key,
+            shape=unused[key].shape,
         )
 
 

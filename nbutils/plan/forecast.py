@@ -121,7 +121,7 @@ class Forecast(Estimate):
         if self.least_gib > self.limit_gib:
             raise CourseError(
                 f"{self.requirement}.",
-                todo=tr(
+                todo=(
                     "Take more or larger GPUs, a smaller MODEL, a shorter sft.max_length, or qlora instead of "
                     "lora; `python -m nbutils plan --gpus N --engine NAME` forecasts it."
                 ),

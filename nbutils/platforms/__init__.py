@@ -293,8 +293,8 @@ def use_model_cache(platform: Platform, places: Folders) -> str:
     """Move the download cache off a small system disk, before huggingface_hub is imported; says what was done."""
     if os.path.expanduser("~") == "~":  # neither HOME nor an account: libraries would write to a folder of that name
         raise CourseError(
-            tr("This user has no home folder; HOME is not set."),
-            todo=tr("Set HOME, as in `export HOME=/tmp/me`, then run this again."),
+            "This user has no home folder; HOME is not set.",
+            todo="Set HOME, as in `export HOME=/tmp/me`, then run this again.",
         )
     in_use = [os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")]
     if not platform.entry.cache or any(in_use) or any(Path.home().glob(".cache/huggingface/hub/models--*")):
@@ -318,8 +318,10 @@ def find_input(inputs: Path | None, name: str) -> Path | None:
     if len(paths) > 1:
         places = ", ".join(map(str, paths))
         raise CourseError(
-            tr("{name!r} was found several times: {places}.", name=name, places=places),
-            todo=tr("Write more of the path in front of it, or the whole path."),
+            "{name!r} was found several times: {places}.",
+            todo="Write more of the path in front of it, or the whole path.",
+            name=name,
+            places=places,
         )
     return paths[0] if paths else None
 

@@ -160,8 +160,10 @@ def send_concurrently(
             time.sleep(1.0)  # a connection breaks a moment before the process has ended
             server.require_running()
         raise CourseError(
-            tr("A request to the server at {url} failed: {error}", url=url, error=error),
-            todo=tr("Use server.client(), correct what it names, or run the cell that starts the server again."),
+            "A request to the server at {url} failed: {error}",
+            todo="Use server.client(), correct what it names, or run the cell that starts the server again.",
+            url=url,
+            error=error,
         ) from error
 
 
@@ -190,7 +192,7 @@ class AnswerParity:
         if self.difference and (dtype == "float32" or prompts_differ):
             raise CourseError(
                 str(self),
-                todo=tr("Serve the folder lesson 04 wrote, with its own chat template and generation config."),
+                todo="Serve the folder lesson 04 wrote, with its own chat template and generation config.",
             )
 
 
@@ -235,11 +237,9 @@ def stop_leftover_servers(run: Path, stop_others: bool = False) -> None:
         kernel = int(words[words.index(supervisor) + 1])
         if psutil.pid_exists(kernel) and not stop_others:
             raise CourseError(
-                tr(
-                    "Another kernel (process {kernel}) has a server up for this run (process {pid}).",
-                    kernel=kernel,
-                    pid=process.pid,
-                ),
-                todo=tr("Close its notebook, or set STOP_OTHERS to True."),
+                "Another kernel (process {kernel}) has a server up for this run (process {pid}).",
+                todo="Close its notebook, or set STOP_OTHERS to True.",
+                kernel=kernel,
+                pid=process.pid,
             )
         processes.end(process.pid, server_module.GRACE_SECONDS)

@@ -78,8 +78,10 @@ def free_port(port: int) -> int:
             return int(probe.getsockname()[1])
     except (OSError, OverflowError) as error:
         raise CourseError(
-            tr("Port {port} cannot be used ({error}).", port=port, error=error),
-            todo=tr("Set PORT to another number, or to 0 to let the course choose one."),
+            "Port {port} cannot be used ({error}).",
+            todo="Set PORT to another number, or to 0 to let the course choose one.",
+            port=port,
+            error=error,
         ) from error
 
 
@@ -162,8 +164,9 @@ class Server:
             self.model = str(link_text_model(folder))
         if self.port in platforms.detect().entry.ports:
             raise CourseError(
-                tr("`transformers serve` checks no API key, and others could reach it on port {port}.", port=self.port),
-                todo=tr("Set PORT to 0."),
+                "`transformers serve` checks no API key, and others could reach it on port {port}.",
+                todo="Set PORT to 0.",
+                port=self.port,
             )
 
     @property
@@ -248,26 +251,24 @@ class Server:
         """If the server or its engine is dead, stop what is left and raise an error with the reason from its log."""
         process = self.process
         if process is None:
-            raise CourseError(tr("The server is not running."), todo=tr("Run the cell that starts it."))
+            raise CourseError("The server is not running.", todo="Run the cell that starts it.")
         status = process.poll()
         if status is None and health(self.root) != 503:  # 503: vLLM's engine is dead
             return
         self.stop()
         raise CourseError(
-            tr(
-                "The server at {url} is gone (exit status {status}):\n{problem}",
-                url=self.url,
-                status=status,
-                problem=last_errors(self.log),
-            ),
-            todo=tr(
+            "The server at {url} is gone (exit status {status}):\n{problem}",
+            todo=(
                 "Correct what it names, and run the cell that starts the server again. If memory is short (exit status "
                 "137 is one sign), free the GPU (print(serving.free_gpu_memory()) shows who holds it) or lower "
                 "max-num-seqs, max-model-len or gpu-memory-utilization. If a package cannot be imported, remove the "
-                "folder {folder}: it is built anew. The log is {log}.",
-                folder=environments.place(engines.PREFIX, "serve"),
-                log=self.log,
+                "folder {folder}: it is built anew. The log is {log}."
             ),
+            url=self.url,
+            status=status,
+            problem=last_errors(self.log),
+            folder=environments.place(engines.PREFIX, "serve"),
+            log=self.log,
         )
 
     def __enter__(self) -> Server:

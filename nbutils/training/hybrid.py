@@ -84,13 +84,11 @@ def require_rows_apart(model: Any, precision: AbstractContextManager[Any]) -> No
     limit = MIXED_IN_32_BITS if is_exact else MIXED
     if max(others) > max(limit, 5 * rounding):
         raise CourseError(
-            tr(
-                "With this version of transformers, packed rows of {model} see each other (their states differ by "
-                "{difference:.2%}).",
-                model=type(decoder).__name__,
-                difference=max(others),
-            ),
-            todo=tr("Take a model of configs/models.yaml, with transformers 5.17 to 5.19."),
+            "With this version of transformers, packed rows of {model} see each other (their states differ by "
+            "{difference:.2%}).",
+            todo="Take a model of configs/models.yaml, with transformers 5.17 to 5.19.",
+            model=type(decoder).__name__,
+            difference=max(others),
         )
 
 

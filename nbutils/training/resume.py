@@ -82,8 +82,9 @@ def _lock_run(scratch: Path) -> None:
         _LOCKS[scratch].acquire(timeout=0)
     except Timeout:
         raise CourseError(
-            tr("Another process is training in {run} right now.", run=scratch.name),
-            todo=tr("Wait for it, stop it (restart its kernel), or choose another RUN_NAME."),
+            "Another process is training in {run} right now.",
+            todo="Wait for it, stop it (restart its kernel), or choose another RUN_NAME.",
+            run=scratch.name,
         ) from None
 
 

@@ -222,11 +222,12 @@ class CourseCallback(TrainerCallback):
             return
         if state.global_step == 0:
             raise CourseError(
-                tr("The loss of the model is {loss} before the first step.", loss=loss),
-                todo=tr(
+                "The loss of the model is {loss} before the first step.",
+                todo=(
                     "If from_pretrained.dtype is float16, which overflows, set it to float32. Otherwise the weights "
                     "are damaged: download or copy that model again."
                 ),
+                loss=loss,
             )
         self.live.note(tr("[WARN] the validation loss is {loss}: training ends here", loss=loss))
         control.should_training_stop = True
@@ -356,15 +357,13 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
         print(tr("safe: checkpoint {step} in {folder}", step=stored.step, folder=stored.archive.parent))
     if interrupted:
         raise StoppedByHand(
-            tr(
-                "You stopped the training at step {step} of {steps}; what it learned until then is saved.",
-                step=state.global_step,
-                steps=state.max_steps,
-            ),
-            todo=tr(
+            "You stopped the training at step {step} of {steps}; what it learned until then is saved.",
+            todo=(
                 "To go on, restart the kernel and run all cells, or give the same command again; it "
                 "continues from that step."
             ),
+            step=state.global_step,
+            steps=state.max_steps,
         )
     tracking.write_history(state.log_history, callback.run.logs / "history.json")
     return result
@@ -374,8 +373,8 @@ def _train_session(trainer: Any, callback: CourseCallback, resume: str) -> None:
     """Train what is left after the newest checkpoint."""
     if trainer.state.global_step:
         raise CourseError(
-            tr("This trainer has trained before, and would mix two trainings."),
-            todo=tr("Run the cells again from the one that loads the model (or restart the kernel and run all cells)."),
+            "This trainer has trained before, and would mix two trainings.",
+            todo="Run the cells again from the one that loads the model (or restart the kernel and run all cells).",
         )
     checkpoint = None
     if distributed.is_main():
@@ -471,8 +470,8 @@ def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
     run = result.callback.run
     if model.weight_checksums(trainer.model) != result.checksums:
         raise CourseError(
-            tr("The weights of the adapter are no longer those the training ended with."),
-            todo=tr(
+            "The weights of the adapter are no longer those the training ended with.",
+            todo=(
                 "Run the cells again from the one that loads the model; the training is loaded from its last "
                 "checkpoint, not repeated."
             ),
