@@ -107,7 +107,7 @@ def show_progress(name: str) -> None:
     """Show which exercises are solved; when those of lessons 01-05 are, write a certificate beside the runs."""
     from nbutils import platforms, progress
 
-    keep = platforms.folders(platforms.detect()).keep
+    keep = platforms.folders().keep
     solved = progress.solved(keep)
     print(progress.text(solved))
     if progress.course_done(solved):

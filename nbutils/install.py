@@ -190,7 +190,7 @@ def _run_pip(required: list[str], pinned: dict[str, str], wheels: Path | None) -
 
 def attached_wheels() -> Path | None:
     """The folder of wheels that NBUTILS_SOURCE is in, or an attached one, if it is exactly what its list says."""
-    markers = platforms.find_inputs(platforms.folders(platforms.detect()).inputs, MARKER)
+    markers = platforms.find_inputs(platforms.folders().inputs, MARKER)
     source = Path(os.environ.get("NBUTILS_SOURCE", ""))
     beside = source.parent / MARKER
     if source.suffix == ".whl" and beside.exists():

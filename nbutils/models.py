@@ -732,7 +732,7 @@ def load_tokenizer(name: str, parameter: str) -> Any:
     """
     from transformers import AutoTokenizer
 
-    folders = platforms.folders(platforms.detect())
+    folders = platforms.folders()
     model = meant(name, folders.inputs).value
     try:
         return AutoTokenizer.from_pretrained(model, local_files_only=not network.hub_online(), trust_remote_code=False)

@@ -256,7 +256,7 @@ def tell(lesson: str, run: RunFolder | None, status: Status, message: str) -> No
     lines = [f"{lesson}: {message}"[:MOST_CHARACTERS], checkpoint]
     if status != "finished":
         lines.append(tr("Start the same again, once the cause is mended: what is kept is not repeated."))
-    folder = run.path if run else platforms.folders(platforms.detect()).keep
+    folder = run.path if run else platforms.folders().keep
     keep_on = folder / KEEP_ON
     when = os.environ.get(POWER_OFF)
     ends = when == "always" or (when == "1" and status != "failed")

@@ -19,7 +19,7 @@ from nbutils.errors import CourseError
 from nbutils.files import DISTRIBUTION, read_json, read_object, stamp, write_json, write_text
 from nbutils.language import joined, tr
 from nbutils.masking import KEY, MASK, mask_secrets
-from nbutils.platforms import detect, folders
+from nbutils.platforms import folders
 
 PACKAGES = (
     DISTRIBUTION,
@@ -184,7 +184,7 @@ def runs(keep: Path) -> dict[str, RunFolder]:
 
 def find_run(name: str) -> RunFolder:
     """A run by its name, or by the path of its folder."""
-    keep = folders(detect()).keep
+    keep = folders().keep
     known = runs(keep)
     run = known.get(name) or RunFolder(Path(name).expanduser())
     if not run.facts.is_file():

@@ -36,7 +36,7 @@ def describe_state(progress: Progress) -> str:
 
 def find_training(name: str) -> tuple[Path, Progress]:
     """The folder and training of a run (its name or folder); without one that which trains now, or else the newest."""
-    folders = platforms.folders(platforms.detect())
+    folders = platforms.folders()
     folder = Path(name).expanduser()
     keep = folder.parent if name and folder.is_dir() else folders.keep
     newest = trainings(folders.scratch, keep, run=folder.name or "*")  # copied to the run folder with each checkpoint

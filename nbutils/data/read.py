@@ -86,7 +86,7 @@ def local_path(source: str) -> Path:
         return path
     if source in BUNDLED:
         return SAMPLES / source
-    inputs = platforms.folders(platforms.detect()).inputs
+    inputs = platforms.folders().inputs
     return platforms.find_input(inputs, source) or path
 
 

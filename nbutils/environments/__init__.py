@@ -76,7 +76,7 @@ def place(prefix: str, name: str) -> Path:
         return Path(own_folder).expanduser()
     if files.CHECKOUT:
         return files.CHECKOUT / f".venv-{name}"
-    return platforms.folders(platforms.detect()).scratch / f"venv-{name}"
+    return platforms.folders().scratch / f"venv-{name}"
 
 
 def variables(extra: Mapping[str, str]) -> dict[str, str]:

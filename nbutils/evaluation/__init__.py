@@ -6,20 +6,3 @@ from nbutils.evaluation.evaluator import Evaluator, Size
 from nbutils.evaluation.harness import parse_tasks, run_tasks
 from nbutils.evaluation.inference import Answer, Message, answer_rows
 from nbutils.evaluation.placement import place_model
-
-__all__ = [
-    "Answer",
-    "Evaluator",
-    "Message",
-    "Size",
-    "answer_rows",
-    "base_losses",
-    "compare_models",
-    "compare_practice",
-    "open_evaluator",
-    "parse_tasks",
-    "place_model",
-    "run_tasks",
-    "score_table",
-    "stored_answers",
-]

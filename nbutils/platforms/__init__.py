@@ -236,12 +236,13 @@ class Folders:
         return self.inputs is not None and place.is_relative_to(self.inputs)
 
 
-def folders(platform: Platform) -> Folders:
-    """The folders of a platform; `NBUTILS_HOME` moves the one in which runs are kept.
+def folders(platform: Platform | None = None) -> Folders:
+    """The folders of a platform, or of this one; `NBUTILS_HOME` moves the one in which runs are kept.
 
     Example:
-        runs = platforms.folders(platforms.detect()).keep
+        runs = platforms.folders().keep
     """
+    platform = platform or detect()
     home = _chosen_home(platform)
     if platform.name == "local":
         work = CHECKOUT or Path.cwd()

@@ -17,7 +17,7 @@ from nbutils.evaluation import Answer, Message
 from nbutils.evaluation.scores import without_thinking
 from nbutils.language import tr
 from nbutils.serving import server as server_module
-from nbutils.serving.engine import (
+from nbutils.serving.engine import (  # noqa: F401
     ServingEnvironment,
     choose_engine,
     ensure_environment,
@@ -26,31 +26,11 @@ from nbutils.serving.engine import (
     free_gpu_memory,
     to_words,
 )
-from nbutils.serving.server import SERVERS, Server, preferred_port, public_address
+from nbutils.serving.server import SERVERS, Server, preferred_port, public_address  # noqa: F401
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
-__all__ = [
-    "AnswerParity",
-    "Server",
-    "ServingEnvironment",
-    "ask",
-    "choose_engine",
-    "compare_answers",
-    "ensure_environment",
-    "flags_for",
-    "flags_reason",
-    "free_gpu_memory",
-    "generated_text",
-    "preferred_port",
-    "public_address",
-    "send_concurrently",
-    "stop_leftover_servers",
-    "thoughts",
-    "to_words",
-    "with_thoughts",
-]
 AT_ONCE = 32  # requests in flight
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -110,7 +110,7 @@ def link_text_model(folder: Path) -> Path:
     if architecture is None:
         return folder
     config.architectures = [architecture]
-    folders = platforms.folders(platforms.detect())
+    folders = platforms.folders()
     text_folder = folders.scratch / "text_models" / folder.relative_to(folder.anchor)  # Drive has no links
     shutil.rmtree(text_folder, ignore_errors=True)
     config.save_pretrained(text_folder)
