@@ -37,7 +37,7 @@ from nbutils import (
 )
 from nbutils.config import Overrides, flat, settings_in, settings_text
 from nbutils.errors import CourseError, Unfinished
-from nbutils.exercises import Check
+from nbutils.exercises import Check, wrong
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
 from nbutils.hardware import GPU
 from nbutils.language import language, print_whatever, tr
@@ -200,9 +200,7 @@ class Lesson(Machine):
         try:
             checked = check(answer, *given)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as problem:  # of another kind
-            checked = exercises.wrong(
-                tr("saw {answer!r:.200}, which cannot be checked: {problem}", answer=answer, problem=problem)
-            )
+            checked = wrong("saw {answer!r:.200}, which cannot be checked: {problem}", answer=answer, problem=problem)
         record.note_exercise(self.run.facts, self.stem, name, checked.right)
         mark = "[ OK ]" if checked.right else tr("[ no ]")
         print(tr("{mark} exercise {name}: {told}", mark=mark, name=name, told=checked.text))
