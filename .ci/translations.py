@@ -30,7 +30,16 @@ CHOOSING = ROOT / ".ci/choosing.py"  # it writes a page in both languages
 PO = PACKAGE / "locale/zh/LC_MESSAGES/nbutils.po"
 MO = PO.with_suffix(".mo")
 KEYWORDS: dict[str, Any] = {"tr": None}  # its first argument
-TRANSLATE = {"tr", "right", "wrong", "CourseError", "DownloadFailed", "StoppedByHand", "Unfinished"}  # what it is given
+TRANSLATE = {
+    "tr",
+    "say",
+    "right",
+    "wrong",
+    "CourseError",
+    "DownloadFailed",
+    "StoppedByHand",
+    "Unfinished",
+}  # what it is given
 TEXTS = {"todo", "allowed"}  # of an error, beside the first
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from nbutils import display, environments, figures, files, hardware, serving
 from nbutils.errors import CourseError, parse_choices
-from nbutils.language import joined, last_lines, tr
+from nbutils.language import joined, last_lines, say, tr
 from nbutils.platforms import network
 from nbutils.serving.server import KEY_VARIABLE, NO_KEY, SERVER_SIDE_CODE
 
@@ -251,13 +251,10 @@ class Benchmark:
         """Keep a level, and print it."""
         self.levels.append(level)
         self.save()
-        print(
-            tr(
-                "  {level.engine}, {level.concurrency} at a time: {level.tokens_per_second:,.1f} tokens/s, errors: "
-                "{level.errors} {level.first_error}",
-                level=level,
-            ),
-            flush=True,
+        say(
+            "  {level.engine}, {level.concurrency} at a time: {level.tokens_per_second:,.1f} tokens/s, errors: "
+            "{level.errors} {level.first_error}",
+            level=level,
         )
 
     def speeds(self) -> dict[str, dict[str, float]]:
@@ -283,11 +280,9 @@ class Benchmark:
         """The table, and below it what it means."""
         rows = [level_row(level) for level in sorted(self.levels, key=attrgetter("concurrency"))]
         display.show_table(rows, title, display.aligned(rows))
-        print(
-            tr(
-                "at a time: requests under way together. Three times in a cell are p50 / p90 / p99: half, 90 % and"
-                " 99 % of the requests took no longer. errors: failed / all."
-            )
+        say(
+            "at a time: requests under way together. Three times in a cell are p50 / p90 / p99: half, 90 % and"
+            " 99 % of the requests took no longer. errors: failed / all."
         )
 
     def plot(self, path: Path | None = None) -> None:
@@ -320,7 +315,7 @@ class Benchmark:
             reason = f"{type(problem).__name__}: {problem}"
             self.left_out[name] = reason
             self.save()
-            print(tr("  {name} left out: {reason}", name=name, reason=reason))
+            say("  {name} left out: {reason}", name=name, reason=reason)
         hardware.free_memory()  # also after a model that did not fit
 
     def generate(self, folder: Path) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nbutils import display
 from nbutils.errors import CourseError
 from nbutils.files import write_text
-from nbutils.language import tr
+from nbutils.language import say, tr
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -649,5 +649,5 @@ def show_row(tokenizer: Any, row: Row) -> None:
         start = end
     plain = "".join(f"[{text}]" if mask else text for text, mask in runs)
     trained = sum(example.trained)
-    print(tr("{trained} of {tokens} tokens are trained. They are marked:", trained=trained, tokens=len(example.ids)))
+    say("{trained} of {tokens} tokens are trained. They are marked:", trained=trained, tokens=len(example.ids))
     display.show_page("tokens.html", plain, runs=runs)

@@ -31,7 +31,7 @@ from nbutils.disk import folder_gib, require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, read_json, read_object, sha256
 from nbutils.former_names import Fingerprint, Settings
-from nbutils.language import joined, tr
+from nbutils.language import joined, say, tr
 
 NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")  # as the trainer writes it
 MAX_MEMBERS = 10_000
@@ -296,7 +296,7 @@ def first_verified(checkpoints: Iterable[StoredCheckpoint], step: int | None = N
         problem = _with_retries(defect, checkpoint)
         if problem is None:
             return checkpoint
-        print(tr("skipping {archive}: {why}", archive=checkpoint.archive, why=problem))
+        say("skipping {archive}: {why}", archive=checkpoint.archive, why=problem)
     return None
 
 
@@ -424,7 +424,7 @@ class CheckpointSync:
         self._wake.set()
         deadline = time.monotonic() + patience
         if folder := self.waiting:
-            print(tr("copying checkpoint {step} to {folder} ...", step=step_of(folder), folder=self.keep), flush=True)
+            say("copying checkpoint {step} to {folder} ...", step=step_of(folder), folder=self.keep)
         while folder := self.waiting:
             if time.monotonic() > deadline:
                 raise CourseError(

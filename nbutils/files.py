@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
-from nbutils.language import tr
+from nbutils.language import say, tr
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -208,7 +208,7 @@ def lock(path: Path) -> BaseFileLock:
         if locked:
             return FileLock(path)
     path = path.with_suffix(".held")
-    print(tr("[WARN] This disk has no locks: {file} stands for one. If its machine is lost, delete it.", file=path))
+    say("[WARN] This disk has no locks: {file} stands for one. If its machine is lost, delete it.", file=path)
     return SoftFileLock(path)
 
 

@@ -22,7 +22,7 @@ from packaging.version import Version
 from nbutils import platforms
 from nbutils.errors import CourseError
 from nbutils.files import DISTRIBUTION, read_json, sha256
-from nbutils.language import last_lines, tr
+from nbutils.language import last_lines, say, tr
 from nbutils.masking import without_secrets
 
 TORCH = ">=2.8"  # as in pyproject.toml; an older one is left alone: driver and CUDA of its image belong to it
@@ -55,7 +55,7 @@ def ensure(extra: str) -> None:
         return
     wheels = attached_wheels()
     source = wheels or tr("the package index")
-    print(tr("Installing for the lessons, from {source}: {names}", source=source, names=", ".join(missing)), flush=True)
+    say("Installing for the lessons, from {source}: {names}", source=source, names=", ".join(missing))
     before = versions()
     pip_install(missing, wheels)
     replaced = dict(before.items() - versions().items())
@@ -72,7 +72,7 @@ def _remove_blocker() -> None:
     """Remove a package beside which PEFT does not start."""
     if unsatisfied([BLOCKER]):
         return
-    print(tr("Removing {name}: PEFT refuses to start beside it, and no lesson uses it.", name=BLOCKER))
+    say("Removing {name}: PEFT refuses to start beside it, and no lesson uses it.", name=BLOCKER)
     command = [sys.executable, "-m", "pip", "uninstall", "-y", "-q", Requirement(BLOCKER).name]
     subprocess.run(command, check=True, env=without_secrets(os.environ))
 
@@ -102,7 +102,7 @@ def torch_todo() -> str:
 def import_package(name: str) -> Any:
     """A package that few downloads need, installed when it is first imported."""
     if importlib.util.find_spec(name) is None:
-        print(tr("Installing for this download: {name}", name=name), flush=True)
+        say("Installing for this download: {name}", name=name)
         pip_install([name])
     return importlib.import_module(name)
 

@@ -40,7 +40,7 @@ from nbutils.errors import CourseError, Unfinished
 from nbutils.exercises import Check, wrong
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
 from nbutils.hardware import GPU
-from nbutils.language import language, print_whatever, tr
+from nbutils.language import language, print_whatever, say, tr
 from nbutils.plan.recipe import BaseLosses, Begun
 from nbutils.platforms import Folders, Platform
 from nbutils.profiles import Resolved
@@ -115,7 +115,7 @@ class Lesson(Machine):
         rows = profiles.Rows.of(lengths, held_out)
         fitted = replace(self, resolved=profiles.fit(self.begun(), rows, losses))
         processes = distributed.world_size()
-        print(tr("recipe    {schedule}", schedule=profiles.schedule(fitted.profile.sft, rows, processes)))
+        say("recipe    {schedule}", schedule=profiles.schedule(fitted.profile.sft, rows, processes))
         if warning := profiles.few_steps_warning(fitted.profile, self.resolved.as_written, rows, processes):
             print(f"[WARN] {warning}")
         return fitted
@@ -144,10 +144,7 @@ class Lesson(Machine):
         if not self.run.has(stem):
             if stem != "02_data_prep" and not self.parameters.get("RUN_NAME"):
                 self._refuse_if_elsewhere(stem)
-            print(
-                tr("Lesson {lesson} has not run in {run} yet: running it now.", lesson=stem, run=self.run.path),
-                flush=True,
-            )
+            say("Lesson {lesson} has not run in {run} yet: running it now.", lesson=stem, run=self.run.path)
             self.launch([sys.executable, str(NOTEBOOKS / f"{stem}.py"), *self.arguments(stem)])
         if stem == "03_qlora":
             require_trained(self.run)
@@ -193,9 +190,7 @@ class Lesson(Machine):
         """
         name = check.__name__
         if answer is None:
-            print(
-                tr("[todo] exercise {name}: put your answer in the place of None, and run this cell again", name=name)
-            )
+            say("[todo] exercise {name}: put your answer in the place of None, and run this cell again", name=name)
             return
         try:
             checked = check(answer, *given)
@@ -203,7 +198,7 @@ class Lesson(Machine):
             checked = wrong("saw {answer!r:.200}, which cannot be checked: {problem}", answer=answer, problem=problem)
         record.note_exercise(self.run.facts, self.stem, name, checked.right)
         mark = "[ OK ]" if checked.right else tr("[ no ]")
-        print(tr("{mark} exercise {name}: {told}", mark=mark, name=name, told=checked.text))
+        say("{mark} exercise {name}: {told}", mark=mark, name=name, told=checked.text)
 
     def finish(self, *measured: Any, **facts: Any) -> None:
         """Write the facts of each result, and further facts by name, to facts.json; print where that is.
@@ -228,13 +223,11 @@ class Lesson(Machine):
                 outdated = LESSONS_ABOUT_ADAPTER
         all_facts = record.update(self.run.facts, top, self.stem, entry, outdated)
         record.write_report(self.run.report, self.run.name, all_facts)
-        print(
-            tr(
-                "Lesson {lesson} done in {seconds:.0f} s. Facts: {facts}",
-                lesson=self.stem,
-                seconds=entry["seconds"],
-                facts=self.run.facts,
-            )
+        say(
+            "Lesson {lesson} done in {seconds:.0f} s. Facts: {facts}",
+            lesson=self.stem,
+            seconds=entry["seconds"],
+            facts=self.run.facts,
         )
         self._tell_exercises()
         status: notices.Status = "finished" if record.complete(entry) else "unfinished"
@@ -246,9 +239,9 @@ class Lesson(Machine):
         asked = exercises.names_of(self.stem)
         todo = [name for name in asked if not facts.has_solved(self.stem, name)]
         done = len(asked) - len(todo)
-        print(tr("Exercises: {solved} of {all} solved", solved=done, all=len(asked)))
+        say("Exercises: {solved} of {all} solved", solved=done, all=len(asked))
         if todo:
-            print(tr("  to do: {names}", names=", ".join(todo)))
+            say("  to do: {names}", names=", ".join(todo))
 
 
 def _require_gpu(model: str) -> None:
@@ -353,20 +346,18 @@ def _prepare_process(stem: str) -> None:
 def _introduce(lesson: Lesson) -> None:
     """Print what a lesson starts with."""
     resolved = lesson.resolved
-    print(
-        tr(
-            "profile   {name}: {reason}\nmodel     {model}\nrun       {folder}",
-            name=resolved.name,
-            reason=resolved.choices["profile"].reason,
-            model=resolved.model,
-            folder=lesson.run.path,
-        )
+    say(
+        "profile   {name}: {reason}\nmodel     {model}\nrun       {folder}",
+        name=resolved.name,
+        reason=resolved.choices["profile"].reason,
+        model=resolved.model,
+        folder=lesson.run.path,
     )
     if lesson.parameters.get("DATA") and models.bundled_name(resolved.model):
-        print(tr('[WARN] the tiny model learns only its sample task: PROFILE "laptop" is for rows of your own'))
+        say('[WARN] the tiny model learns only its sample task: PROFILE "laptop" is for rows of your own')
     if distributed.strategy():
         strategy = distributed.strategy_name(str(resolved.profile.method))
-        print(tr("engine    {engine}, processes: {count}", engine=strategy, count=distributed.world_size()))
+        say("engine    {engine}, processes: {count}", engine=strategy, count=distributed.world_size())
 
 
 def collect(stem: str, namespace: Facts) -> Facts:
@@ -427,25 +418,23 @@ def find_machine(parameters: RunParameters, test_gpu: bool = True) -> Machine:
     gpu = hardware.gpu()
     if gpu is None:  # nothing is compiled for a CPU; this saves the two seconds in which bitsandbytes imports dynamo
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    print(tr("platform  {name} ({evidence})", name=platform.name, evidence=tr(platform.evidence)))
+    say("platform  {name} ({evidence})", name=platform.name, evidence=tr(platform.evidence))
     # without a GPU, `auto` takes the bundled model: no hub is needed
     is_bundled = parameters.profile in ("auto", *models.bundled()) and not parameters.model
     if line := platforms.prepare_network(platform, probe=gpu is not None or not is_bundled):
         print(line)
     if platform.name == "colab":
-        print(tr("drive     {status}", status=platforms.mount_drive()))
+        say("drive     {status}", status=platforms.mount_drive())
     folders = platforms.folders(platform)
     if not folders.lasting:
-        print(
-            tr(
-                "[WARN] {folder} may go away with this machine: download what you want to keep ({remark})",
-                folder=folders.keep,
-                remark=folders.remark,
-            )
+        say(
+            "[WARN] {folder} may go away with this machine: download what you want to keep ({remark})",
+            folder=folders.keep,
+            remark=folders.remark,
         )
     if moved := platforms.use_model_cache(platform, folders):
-        print(tr("cache     {status}", status=moved))
-    print(tr("gpu       {gpu}", gpu=gpu or tr("none: this machine trains on its CPU")))
+        say("cache     {status}", status=moved)
+    say("gpu       {gpu}", gpu=gpu or tr("none: this machine trains on its CPU"))
     if test_gpu:
         hardware.require_working(gpu)
     return Machine(platform, folders, gpu)
@@ -508,11 +497,9 @@ def unfinished_run(keep: Path) -> str:
             finished = facts.trained.planned_steps and facts.trained.ended
             needs_gpu = facts.profile not in models.bundled()
             if facts.by_auto and needs_gpu and not finished and _has_checkpoint(run.checkpoints):
-                print(
-                    tr(
-                        "run {run} was begun here and is not finished: it goes on. PROFILE or RUN_NAME begins another.",
-                        run=run.name,
-                    )
+                say(
+                    "run {run} was begun here and is not finished: it goes on. PROFILE or RUN_NAME begins another.",
+                    run=run.name,
                 )
                 return run.name
     return ""
@@ -561,7 +548,7 @@ def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) 
                 facts.get("set", {}).pop("course.data", None)  # it chooses no data of this machine
             make_folder(run.path)
             record.note_beginning(run.facts, facts, by_auto=False)
-            print(tr("facts     copied from {file}", file=former.facts))
+            say("facts     copied from {file}", file=former.facts)
         if former.has("02_data_prep") and not any(run.data.glob("*")):
             _copy_data(former.data, run.data)
 

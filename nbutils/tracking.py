@@ -25,7 +25,7 @@ from pydantic import BaseModel, FiniteFloat, TypeAdapter, ValidationError
 from nbutils import display, distributed, hardware, install, platforms
 from nbutils.config import SFT
 from nbutils.files import fs_root, make_folder, read_json, read_object, write_json
-from nbutils.language import joined, tr
+from nbutils.language import joined, say, tr
 from nbutils.masking import mask_secrets
 from nbutils.plan import gpus
 from nbutils.record import reading
@@ -94,7 +94,7 @@ def _begin_swanlab(logs: Path, run: str) -> str:
         return ""
     os.environ |= {"SWANLAB_INTERACTIVE": "false", "SWANLAB_TERMINAL_PROXY_TYPE": "none"}
     if install.unsatisfied([SWANLAB]):
-        print(tr("[WARN] SwanLab is not used: it is not installed (pip install '{package}').", package=SWANLAB))
+        say("[WARN] SwanLab is not used: it is not installed (pip install '{package}').", package=SWANLAB)
         return ""
     import swanlab
 
@@ -148,13 +148,13 @@ def end_trackers(logs: Path) -> None:
 
     if wandb.run is not None and wandb.run.offline:
         wandb.finish()
-        print(tr("W&B offline; upload it later: wandb sync {logs}/wandb/offline-*", logs=logs))
+        say("W&B offline; upload it later: wandb sync {logs}/wandb/offline-*", logs=logs)
     swanlab = sys.modules.get("swanlab")
     if swanlab and swanlab.has_run():
         is_offline = swanlab.get_run().mode == "offline"
         swanlab.finish()
         if is_offline:
-            print(tr("SwanLab offline; upload it later: swanlab sync {logs}/swanlab/run-*", logs=logs))
+            say("SwanLab offline; upload it later: swanlab sync {logs}/swanlab/run-*", logs=logs)
 
 
 def loss_history(log_history: Log) -> Curve:

@@ -54,7 +54,7 @@ EVERY_MODULE = pytest.mark.parametrize(
 
 @EVERY_MODULE
 def test_each_text_gets_the_values_it_names(file: Path) -> None:
-    for call in calls(file, "tr", "right", "wrong"):
+    for call in calls(file, "tr", "say", "right", "wrong"):
         text = call.args[0]
         keywords = {keyword.arg for keyword in call.keywords}
         handed_on = keywords == {None}  # **values, known only when it runs

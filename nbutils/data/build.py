@@ -36,7 +36,7 @@ from nbutils.data.rows import ChatRow, Json, RowError, check_row, parse_mapping
 from nbutils.data.texts import CJK, Kind, Problem, short, shown
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, SAMPLES, replacement, write_json
-from nbutils.language import tr
+from nbutils.language import say, tr
 
 # a folder test/, test.jsonl.gz, test-00000-of-00001.parquet, the my_set-test.arrow of a hub dataset
 HELD_OUT = re.compile(
@@ -127,7 +127,7 @@ def _reuse(out: Path, source: str, wanted: DataCard) -> DataCard:
             ),
             todo=new_run_todo(out),
         )
-    print(tr("The data of this run is ready (from {source}): nothing is repeated.", source=tr(card.source)))
+    say("The data of this run is ready (from {source}): nothing is repeated.", source=tr(card.source))
     return card
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from nbutils import files
 from nbutils.config import flat
 from nbutils.errors import CourseError
-from nbutils.language import tr
+from nbutils.language import say
 
 PATIENCE = timedelta(hours=2)  # while the main process downloads a model or prepares data
 LOST = timedelta(minutes=30)  # in a training, who is silent for so long is lost
@@ -109,11 +109,9 @@ def _keep_to_this_machine() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":  # so torchrun calls a job whose machines are fixed
-        print(
-            tr(
-                "[WARN] torchrun opened a c10d store: whoever reaches it over the network can run programs as you. "
-                "With --master-port=29500 (any free port), and without --standalone, it opens none."
-            )
+        say(
+            "[WARN] torchrun opened a c10d store: whoever reaches it over the network can run programs as you. "
+            "With --master-port=29500 (any free port), and without --standalone, it opens none."
         )
 
 

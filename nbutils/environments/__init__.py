@@ -17,7 +17,7 @@ from typing import Any
 from nbutils import disk, files, platforms, processes
 from nbutils.environments import installer
 from nbutils.errors import CourseError
-from nbutils.language import last_lines, tr
+from nbutils.language import last_lines, say, tr
 from nbutils.masking import without_secrets
 
 MARKER = "ready.json"  # written last: the environment is complete
@@ -93,20 +93,17 @@ def _build(spec: EnvironmentSpec, folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         _empty(spec, folder)
     disk.require_disk(folder, spec.needs_gib)
-    print(
-        tr(
-            "Building {title} in {folder} (once): some minutes, up to {gib:.0f} GiB of disk.",
-            title=title,
-            folder=folder,
-            gib=spec.needs_gib,
-        ),
-        flush=True,
+    say(
+        "Building {title} in {folder} (once): some minutes, up to {gib:.0f} GiB of disk.",
+        title=title,
+        folder=folder,
+        gib=spec.needs_gib,
     )
     files.make_folder(folder)
     files.write_json(folder / OWNER, {"name": spec.name})
     _install(spec, folder)
     files.write_json(folder / MARKER, spec.described)
-    print(tr("It is ready."), flush=True)
+    say("It is ready.")
 
 
 def _empty(spec: EnvironmentSpec, folder: Path) -> None:

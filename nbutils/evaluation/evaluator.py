@@ -22,7 +22,7 @@ from nbutils.evaluation import inference, scores
 from nbutils.evaluation.inference import Answer, Message, Row, RowLoss, Tokens
 from nbutils.evaluation.scores import Difference, Estimate
 from nbutils.files import SAMPLES, read_json, write_json, write_text
-from nbutils.language import tr
+from nbutils.language import say, tr
 from nbutils.record import Facts
 
 FOLDER = "evaluation"  # below the run
@@ -122,12 +122,10 @@ class Evaluator:
     def _report_left_out(self) -> None:
         """Say how many rows have no room for their answer; stop if no row is left."""
         if self.left_out:
-            print(
-                tr(
-                    "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
-                    count=self.left_out,
-                    limit=self.limit,
-                )
+            say(
+                "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
+                count=self.left_out,
+                limit=self.limit,
             )
         if not self.rows:
             raise CourseError(

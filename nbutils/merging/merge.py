@@ -18,7 +18,7 @@ from typing import Any
 
 from nbutils import disk, files, platforms
 from nbutils.errors import CourseError, require_choice
-from nbutils.language import tr
+from nbutils.language import say, tr
 from nbutils.merging.folder import (
     ADAPTER_CONFIG,
     ALL,
@@ -190,13 +190,11 @@ def choose_folder(run: RunFolder, scratch: Path, gib: float) -> Path:
         return kept
     folder = files.make_folder(scratch) / "merged"
     files.write_json(run.elsewhere, {"folder": str(folder)})
-    print(
-        tr(
-            "[WARN] no room for {gib:.1f} GiB in {run}: the merged model is in {folder}, which may not last",
-            gib=gib,
-            run=run.path,
-            folder=folder,
-        )
+    say(
+        "[WARN] no room for {gib:.1f} GiB in {run}: the merged model is in {folder}, which may not last",
+        gib=gib,
+        run=run.path,
+        folder=folder,
     )
     return folder
 

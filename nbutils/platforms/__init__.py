@@ -25,7 +25,7 @@ from pydantic import Field
 from nbutils.config import Strict, read_table
 from nbutils.errors import CourseError, require_choice
 from nbutils.files import CHECKOUT, GIB, fs_root
-from nbutils.language import tr
+from nbutils.language import say, tr
 from nbutils.masking import mask_secrets, remember_secret
 from nbutils.platforms.network import hub_online, prepare_network  # noqa: F401
 
@@ -203,14 +203,12 @@ def _stored_secret(name: str) -> str:
             return ""
         if kind not in ("NotebookAccessError", "BackendError"):  # after these two the next secret may be answered
             os.environ[SECRETS_STATE] = store
-        print(
-            tr(
-                "secret    {store} did not return {name} ({kind}): give this notebook access to it in the Secrets "
-                "panel, or set the environment variable {name}.",
-                store=store,
-                name=name,
-                kind=kind,
-            )
+        say(
+            "secret    {store} did not return {name} ({kind}): give this notebook access to it in the Secrets "
+            "panel, or set the environment variable {name}.",
+            store=store,
+            name=name,
+            kind=kind,
         )
         return ""
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbutils import environments, platforms, processes
 from nbutils.errors import CourseError
-from nbutils.language import tr
+from nbutils.language import say, tr
 from nbutils.platforms import network
 from nbutils.serving import engine as engines
 
@@ -213,7 +213,7 @@ class Server:
 
     def wait(self, timeout: float = 600.0) -> float:
         """Wait until the server answers; returns the seconds it took."""
-        print(tr("The server is starting, which may take minutes. Its log: {log}", log=self.log), flush=True)
+        say("The server is starting, which may take minutes. Its log: {log}", log=self.log)
         started = time.monotonic()
         while not self.answers():
             if not self.running:
@@ -230,7 +230,7 @@ class Server:
                 )
             time.sleep(0.5)
         seconds = time.monotonic() - started
-        print(tr("After {seconds:.0f} s it is ready at {url}", seconds=seconds, url=self.url), flush=True)
+        say("After {seconds:.0f} s it is ready at {url}", seconds=seconds, url=self.url)
         return seconds
 
     def answers(self) -> bool:

@@ -27,7 +27,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from nbutils import distributed, hardware
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
-from nbutils.language import tr
+from nbutils.language import say, tr
 
 KNOWN_LAYERS = ("Qwen3_5GatedDeltaNet",)
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")  # in the module of these layers
@@ -113,7 +113,7 @@ def adapt_layers(model: Any) -> str:
     distributed.require_gathered_by_layer(distributed.strategy(), type(model).__name__)
     how = hardware.delta_rule_kernels(hardware.gpu())
     if how.value:
-        print(tr("Kernels for Gated DeltaNet layers are compiled and tuned: one to three minutes, once on a machine."))
+        say("Kernels for Gated DeltaNet layers are compiled and tuned: one to three minutes, once on a machine.")
         how = _checked_kernels(layers[0], model.config.get_text_config(), how)
     if not how.value:
         _use_reference_code(layers[0])

@@ -16,7 +16,7 @@ from typing import Any
 
 from nbutils import chat, data, files, platforms
 from nbutils.chat import Row
-from nbutils.language import tr
+from nbutils.language import say
 
 FOLDER = "practice"  # below the run
 MAX_LENGTH = 256  # tokens; every bundled row is shorter
@@ -86,7 +86,7 @@ def train_all(run: Path) -> dict[str, Practised]:
     Example: runs = practice.train_all(lesson.run.path)
     """
     if not platforms.in_kernel():
-        print(tr("Practice runs are left out in a script: they are there to be looked at in a notebook."))
+        say("Practice runs are left out in a script: they are there to be looked at in a notebook.")
         return {}
     return {name: train(practice, folder(run, name)) for name, practice in RUNS.items()}
 

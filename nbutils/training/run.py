@@ -22,7 +22,7 @@ from nbutils.checkpoints import Fingerprint
 from nbutils.config import Profile, flat
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError, StoppedByHand
-from nbutils.language import tr
+from nbutils.language import say, tr
 from nbutils.processes import first_signals
 from nbutils.record import Facts, RunFolder
 from nbutils.tracking import Curve, LiveNumbers, best_of, loss_history, validation_history
@@ -80,7 +80,7 @@ class TimeBudget:
     def ask_to_end(self, number: int) -> None:
         """Handle a signal: the training ends after its current step."""
         self.ended_by = signal.Signals(number)
-        print(tr("\n{signal}: the training ends after this step, and is saved.", signal=self.ended_by.name), flush=True)
+        say("\n{signal}: the training ends after this step, and is saved.", signal=self.ended_by.name)
 
     def step_ended(self, sync_seconds: float) -> str:
         """Note that a step has ended; why the training must end now, empty if it may go on.
@@ -354,7 +354,7 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
     resuming.unlock_run(callback.scratch)
     callback.live.on_train_end(state, "stopped" if state.global_step < callback.planned_steps() else "finished")
     if stored:
-        print(tr("safe: checkpoint {step} in {folder}", step=stored.step, folder=stored.archive.parent))
+        say("safe: checkpoint {step} in {folder}", step=stored.step, folder=stored.archive.parent)
     if interrupted:
         raise StoppedByHand(
             "You stopped the training at step {step} of {steps}; what it learned until then is saved.",
@@ -382,7 +382,7 @@ def _train_session(trainer: Any, callback: CourseCallback, resume: str) -> None:
         callback.sync = resuming.start_sync(callback.run, callback.scratch, callback.fingerprint, callback.profile)
     checkpoint = distributed.broadcast(checkpoint)
     if checkpoint is None:
-        print(tr("starting at step 0"))
+        say("starting at step 0")
     else:
         checkpoint = callback.scratch / "trainer" / checkpoint.name  # scratch may be elsewhere than the main process's
         distributed.send_folder(checkpoint)
@@ -403,12 +403,10 @@ def _load_finished(trainer: Any, checkpoint: Path) -> None:
     state = TrainerState.load_from_json(str(checkpoint / checkpoints.STATE))
     state.max_steps = state.global_step  # today's MAX_STEPS may be less than it has trained
     trainer.state = state
-    print(
-        tr(
-            "trained before · nothing is left to train: this run has {steps} steps. A larger MAX_STEPS continues "
-            'it (after early stopping SET = "course.early_stopping_patience=0"), RESUME = "never" starts over.',
-            steps=state.global_step,
-        )
+    say(
+        "trained before · nothing is left to train: this run has {steps} steps. A larger MAX_STEPS continues "
+        'it (after early stopping SET = "course.early_stopping_patience=0"), RESUME = "never" starts over.',
+        steps=state.global_step,
     )
 
 
