@@ -48,7 +48,7 @@ Runs = dict[str, Run]  # by name
 
 def load_run(run: RunFolder) -> Run:
     """What a run folder says."""
-    facts = record.load_facts(run.facts)
+    facts = run.recorded
     trained = facts.trained.model_dump(exclude_unset=True)
     settings = trained.get("settings", {})
     if settings:

@@ -85,7 +85,7 @@ class Trained:
         failure = _failure(run.path)
         if failure:  # its curves, facts and evaluation were not written: those that are here are of an earlier stop
             return cls([], [], failure=failure)
-        facts = record.load_facts(run.facts)
+        facts = run.recorded
         log = read_history(run.logs / "history.json")
         return cls(
             loss_history(log),

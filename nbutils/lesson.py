@@ -235,7 +235,7 @@ class Lesson(Machine):
 
     def _tell_exercises(self) -> None:
         """How many exercises of this lesson are solved, and which are not."""
-        facts = record.load_facts(self.run.facts)
+        facts = self.run.recorded
         asked = exercises.names_of(self.stem)
         todo = [name for name in asked if not facts.has_solved(self.stem, name)]
         done = len(asked) - len(todo)
@@ -260,7 +260,7 @@ def _require_gpu(model: str) -> None:
 
 def require_trained(run: RunFolder) -> None:
     """Refuse an adapter whose training is unfinished, or was on other rows than the run has now."""
-    trained = record.load_facts(run.facts).trained
+    trained = run.recorded.trained
     if trained.diverged:
         raise CourseError(
             "The training of this run ended at step {step} of {steps}: its validation loss was not a number.",
@@ -451,7 +451,7 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
         parameters = parameters.model_copy(update={"run_name": unfinished_run(folders.keep)})
     beginning = RunFacts()
     if leaves_open and parameters.run_name:
-        beginning = record.load_facts(_find_run(parameters, folders, profile="").facts)
+        beginning = _find_run(parameters, folders, profile="").recorded
     resolved = profiles.resolve(
         beginning.profile_source or parameters.profile,
         beginning.model or parameters.model,
@@ -465,7 +465,7 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
         for name in ("profile", "model"):
             resolved.choices[name] = replace(resolved.choices[name], reason=tr("this run began with it"))
     run = _find_run(parameters, folders, resolved.name)
-    if method := record.load_facts(run.facts).trained.settings.get("method"):
+    if method := run.recorded.trained.settings.get("method"):
         resolved = profiles.fit(replace(resolved, begun=Begun(method=method)), None)
     resolved = replace(resolved, set_values=_settings_of_run(parameters, run))
     make_folder(run.path)
@@ -493,7 +493,7 @@ def unfinished_run(keep: Path) -> str:
     """The name of the newest unfinished run that `auto` began for any GPU; empty if there is none."""
     for run in record.runs(keep).values():
         with suppress(CourseError):  # a run with an invalid facts.json is passed over
-            facts = record.load_facts(run.facts)
+            facts = run.recorded
             finished = facts.trained.planned_steps and facts.trained.ended
             needs_gpu = facts.profile not in models.bundled()
             if facts.by_auto and needs_gpu and not finished and _has_checkpoint(run.checkpoints):
@@ -513,7 +513,7 @@ def _settings_of_run(parameters: RunParameters, run: RunFolder) -> Facts:
     """SET; if empty, the one this run started with, unless another profile is named or the run starts over."""
     if parameters.set:
         return settings_in(parameters.set)
-    beginning = record.load_facts(run.facts)
+    beginning = run.recorded
     if parameters.resume == "never" or parameters.profile not in ("auto", beginning.profile, beginning.profile_source):
         return {}
     return beginning.set
@@ -566,7 +566,7 @@ def _refuse_links(*parts: Path) -> None:
 
 def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
     """Refuse an attached run with a model or profile that is neither the course's own nor named by the learner."""
-    facts = record.load_facts(run.facts)
+    facts = run.recorded
     model = facts.model
     profile = facts.profile_source
     knows_model = model in ("", parameters.model) or models.bundled_name(model) or models.course_model(model)

@@ -66,6 +66,7 @@ QUANTIZED_SUFFIX = re.compile(
 FULL_ATTENTION_INTERVAL = 4  # of a hybrid model whose config.json does not say it: one layer in 4 is softmax attention
 Size = Annotated[int, Field(ge=1, le=10**7)]
 Linears = tuple[tuple[int, int], ...]  # (in, out) of linear maps
+Config = dict[str, Any]  # what a config.json holds
 
 
 class LinearAttention(Strict):
@@ -256,7 +257,7 @@ def not_trained() -> dict[str, NotTrained]:
     return read_table("not_trained.yaml", NotTrained)
 
 
-def require_trainable(model: str, config: dict[str, Any]) -> None:
+def require_trainable(model: str, config: Config) -> None:
     """Refuse a model that the course cannot train, by its name or its config.json, and name the nearest that it can."""
     name = "" if Path(model).expanduser().is_dir() else model.rpartition("/")[2]  # a folder may have any name
     original = QUANTIZED_SUFFIX.sub("", name)
@@ -284,7 +285,7 @@ def require_trainable(model: str, config: dict[str, Any]) -> None:
     )
 
 
-def _unknown_parts(config: dict[str, Any]) -> list[str]:
+def _unknown_parts(config: Config) -> list[str]:
     """The keys of a config.json that speak of layers or experts that the course does not train."""
     keys = [key for key in NOT_TRAINED if config.get(key)]
     if has_linear_attention(config) and config.get("model_type") not in HYBRID:
@@ -292,19 +293,19 @@ def _unknown_parts(config: dict[str, Any]) -> list[str]:
     return keys
 
 
-def _nearest(config: dict[str, Any]) -> KnownModel:
+def _nearest(config: Config) -> KnownModel:
     """The course model nearest in width and depth: as large as what a mixture of experts computes with for a token."""
     size = config.get("hidden_size", 0) * config.get("num_hidden_layers", 0)
     return min(known_models().values(), key=lambda known: abs(known.hidden * known.layers - size))
 
 
-def is_quantized(config: dict[str, Any]) -> bool:
+def is_quantized(config: Config) -> bool:
     """Whether a model's config says that its weights are quantized."""
     parts = (config, text_config(config))
     return any(part.get(key) for part in parts for key in QUANTIZED)
 
 
-def config_of(model: str, source: str) -> dict[str, Any]:
+def config_of(model: str, source: str) -> Config:
     """The config.json of a model, before its weights are downloaded from `source`; empty if it cannot be had so."""
     import requests
 
@@ -374,7 +375,7 @@ def require_plain(folder: Path) -> None:
                 )
 
 
-def read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> Config:
     """A JSON file that must be there and hold an object."""
     try:
         return dict(files.read_json(file))
@@ -422,18 +423,18 @@ def find_shape(model: str) -> Shape:
         ) from problem
 
 
-def has_linear_attention(config: dict[str, Any]) -> bool:
+def has_linear_attention(config: Config) -> bool:
     """Whether a config.json names Gated DeltaNet layers."""
     return "linear_num_value_heads" in text_config(config)
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
+def text_config(config: Config) -> Config:
     """The part of a config.json that is about text; the config itself, unless the model also sees."""
-    part: dict[str, Any] = config.get("text_config") or config
+    part: Config = config.get("text_config") or config
     return part
 
 
-def shape_in(name: str, config: dict[str, Any]) -> Shape:
+def shape_in(name: str, config: Config) -> Shape:
     """The shape of the text model that a config.json gives."""
     tied = config.get("tie_word_embeddings")
     config = text_config(config)
@@ -454,7 +455,7 @@ def shape_in(name: str, config: dict[str, Any]) -> Shape:
     )
 
 
-def _linear_attention_in(config: dict[str, Any]) -> LinearAttention | None:
+def _linear_attention_in(config: Config) -> LinearAttention | None:
     """The linear attention that a config.json gives; None for a model that has none."""
     if not has_linear_attention(config):
         return None

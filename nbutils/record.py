@@ -158,6 +158,11 @@ class RunFolder:
         self.report = path / "report.md"  # the facts for people
 
     @property
+    def recorded(self) -> RunFacts:
+        """The facts so far, with the types of what is read again."""
+        return RunFacts.model_validate(read_facts(self.facts))
+
+    @property
     def merged(self) -> Path:
         """The merged model: here, or where lesson 04 found room for it on this machine."""
         place = read_object(self.elsewhere).get("folder")
@@ -241,11 +246,6 @@ def read_facts(path: Path) -> Facts:
     return facts
 
 
-def load_facts(path: Path) -> RunFacts:
-    """The same with the types of what is read again."""
-    return RunFacts.model_validate(read_facts(path))
-
-
 def note_beginning(path: Path, top: Facts, by_auto: bool) -> None:
     """Note what a run started with; whether `auto` chose all of it stays as it was."""
     _write(path, {"by_auto": by_auto, "lessons": {}} | read_facts(path) | top)
@@ -267,7 +267,7 @@ def outcome(verdict: str, general: str) -> str:
 def summary(run: RunFolder) -> str:
     """Where everything of a run is, and whether the tuning helped."""
     lines = [tr("results      {folder}: report.md, facts.json, notebooks", folder=run.path)]
-    evaluation = load_facts(run.facts).evaluation
+    evaluation = run.recorded.evaluation
     if evaluation.verdict:
         verdict = outcome(evaluation.verdict, evaluation.general.verdict)
         page = run.path / "evaluation" / "report.html"
