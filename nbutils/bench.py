@@ -24,7 +24,9 @@ from typing import Any
 from nbutils import display, environments, figures, files, hardware, serving
 from nbutils.errors import CourseError, parse_choices
 from nbutils.language import joined, last_lines, say, tr
+from nbutils.masking import describe
 from nbutils.platforms import network
+from nbutils.record import Facts
 from nbutils.serving.server import KEY_VARIABLE, NO_KEY, SERVER_SIDE_CODE
 
 RIVALS = ("generate", "transformers-serve")
@@ -96,7 +98,7 @@ def summarize(engine: str, concurrency: int, latencies: Sequence[float], *, toke
     )
 
 
-def bench_serve_flags(url: str, model_name: str, tokenizer: str, settings: Load, concurrency: int) -> dict[str, Any]:
+def bench_serve_flags(url: str, model_name: str, tokenizer: str, settings: Load, concurrency: int) -> Facts:
     """The flags of `vllm bench serve` for one level, those that lesson 09 has in view."""
     return {
         "backend": "openai",
@@ -243,7 +245,7 @@ class Benchmark:
 
     path: Path | None
     settings: Load
-    about: dict[str, Any]
+    about: Facts
     levels: list[Level] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -265,7 +267,7 @@ class Benchmark:
             of_engine[str(level.concurrency)] = level.tokens_per_second
         return speeds
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Facts:
         """Everything, for a file or another program."""
         everything = asdict(self)
         del everything["path"]
@@ -287,7 +289,7 @@ class Benchmark:
 
     def plot(self, path: Path | None = None) -> None:
         """Latency over throughput; a dot is named by its concurrency."""
-        engines: dict[str, Any] = {}
+        engines: Facts = {}
         for level in self.levels:
             of_engine = engines.setdefault(level.engine, {})
             name = str(level.concurrency)
@@ -312,7 +314,7 @@ class Benchmark:
         try:
             measure(folder)
         except Exception as problem:  # an engine may fail in any way; what was measured before it counts
-            reason = f"{type(problem).__name__}: {problem}"
+            reason = describe(problem)
             self.left_out[name] = reason
             self.save()
             say("  {name} left out: {reason}", name=name, reason=reason)
@@ -370,7 +372,7 @@ class Benchmark:
             self.add(level)
 
 
-def level_row(level: Level) -> dict[str, Any]:
+def level_row(level: Level) -> Facts:
     """A level as a row of the table."""
     return {
         tr("engine"): level.engine,

@@ -32,6 +32,7 @@ from nbutils.errors import CourseError
 from nbutils.files import CHUNK, read_json, read_object, sha256
 from nbutils.former_names import Fingerprint, Settings
 from nbutils.language import joined, say, tr
+from nbutils.masking import describe
 
 NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")  # as the trainer writes it
 MAX_MEMBERS = 10_000
@@ -451,7 +452,7 @@ class CheckpointSync:
             try:
                 self._sync()
             except Exception as problem:  # whatever it is, training goes on
-                why = f"{type(problem).__name__}: {problem}"
+                why = describe(problem)
                 if self.problem is None:
                     warning = tr(
                         "[WARN] a checkpoint could not be copied to {folder}: {problem}. Training goes on; the copy is "

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from nbutils import disk, display, hardware, install, platforms, record
 from nbutils.errors import CourseError
 from nbutils.language import joined, tr
+from nbutils.masking import describe
 from nbutils.platforms import Folders, Platform, network
 from nbutils.record import Facts
 
@@ -101,7 +102,7 @@ def examine() -> Report:
             checks.append(
                 Check(
                     look.__name__.removeprefix("check_"),
-                    f"{type(problem).__name__}: {problem}",
+                    describe(problem),
                     tr("continue; if a lesson stops, report this line"),
                 )
             )
@@ -199,7 +200,7 @@ def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
     try:
         import torch
     except Exception as problem:  # a broken installation shows as ImportError, OSError and others
-        seen = tr("torch cannot be imported ({problem})", problem=f"{type(problem).__name__}: {problem}")
+        seen = tr("torch cannot be imported ({problem})", problem=describe(problem))
         todo = tr("`python -m nbutils install`, or the first cells of any lesson; reinstall it if it is there")
         yield Check("torch", seen, todo, "FAIL")
         return

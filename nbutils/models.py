@@ -30,7 +30,7 @@ from nbutils.config import Strict, Text, flat, read_table
 from nbutils.errors import CourseError, DownloadFailed
 from nbutils.hardware import Choice
 from nbutils.language import say, tr
-from nbutils.masking import mask_secrets, without_secrets
+from nbutils.masking import describe, without_secrets
 from nbutils.platforms import find_input, network
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -609,8 +609,7 @@ def download_errors(model: str, source: str) -> Iterator[None]:
     except CourseError:
         raise
     except Exception as problem:
-        first_line = mask_secrets(str(problem)).strip().partition("\n")[0]
-        text = f"{type(problem).__name__}: {first_line}"
+        text = describe(problem).partition("\n")[0]
         raise DownloadFailed(
             "{model} could not be downloaded from {source} ({problem}).",
             todo=(

@@ -30,7 +30,7 @@ from nbutils import checkpoints, display, distributed, platforms
 from nbutils.errors import CourseError, StoppedByHand, Unfinished, require_choice
 from nbutils.files import fs_root
 from nbutils.language import print_whatever, say, tr
-from nbutils.masking import mask_secrets, remember_secret
+from nbutils.masking import describe, mask_secrets, remember_secret
 from nbutils.processes import LastingStream
 from nbutils.record import RunFolder
 from nbutils.tracking import trainings
@@ -145,7 +145,7 @@ class Work:
             return
         text = str(problem)
         if not isinstance(problem, CourseError):
-            text = f"{type(problem).__name__}: {problem}"
+            text = describe(problem)
         line = mask_secrets(text).strip().partition("\n")[0]
         self.ended("unfinished" if isinstance(problem, Unfinished) else "failed", line)
 
@@ -330,7 +330,7 @@ def power_off(keep_on: Path) -> str:
         # without arguments: it would not be AutoDL's power-off
         subprocess.check_output([fs_root() / "usr/bin/shutdown"], stdin=subprocess.DEVNULL, timeout=30)
     except (OSError, subprocess.SubprocessError) as failed:
-        problem = mask_secrets(f"{type(failed).__name__}: {failed}")
+        problem = describe(failed)
         return tr("Not powered off ({said}). Switch the machine off on AutoDL's page, it costs money.", said=problem)
     return tr("Powered off. What is on the data disk stays for 15 days; start the same again to go on.")
 

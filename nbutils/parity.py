@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, Field
 
 from nbutils import evaluation, files
+from nbutils.chat import Row
 from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.evaluation.evaluator import FOLDER, Evaluator, Facts, digest
-from nbutils.evaluation.inference import Row, Tokens, end_logits, in_batches
+from nbutils.evaluation.inference import Tokens, end_logits, in_batches
 from nbutils.evaluation.placement import Placement
 from nbutils.language import tr
 from nbutils.record import RunFolder
@@ -155,7 +156,7 @@ class PredictionStore(BaseModel):
     """The predictions of each form of a model on the fixed set: a file for each, and parity.json for the rest."""
 
     mark: str  # digest of the texts and of `about`; the files of predictions that belong here have the same
-    about: dict[str, Any]  # the stamp of the merged model: which one it is, and what it was merged into
+    about: Facts  # the stamp of the merged model: which one it is, and what it was merged into
     fixed: FixedSet
     folder: Path = Field(exclude=True)  # in the run; parity.json lies beside it
     forms: dict[str, Any] = Field(default={}, exclude=True)  # Predictions by the name of the form

@@ -74,7 +74,7 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
     except CourseError:
         raise
     except Exception as problem:
-        reason = f"{type(problem).__name__}: {masking.mask_secrets(str(problem))[:300]}"
+        reason = masking.describe(problem)[:300]
         error = CourseError(
             "The upload to {to} failed: {reason}",
             todo=(

@@ -29,7 +29,7 @@ from nbutils.files import fs_root, make_folder, read_json, read_object, write_js
 from nbutils.language import joined, say, tr
 from nbutils.masking import mask_secrets
 from nbutils.plan import gpus
-from nbutils.record import reading
+from nbutils.record import Facts, reading
 
 SHORTEST, LONGEST = 5.0, 300.0  # seconds between two lines, which become rarer
 SILENT = 600.0  # seconds without an update after which a training on another machine is taken for dead
@@ -40,7 +40,7 @@ USUAL = ("tensorboard", "wandb", "swanlab")  # unless a profile names others
 SWANLAB = "swanlab>=0.10"  # earlier ones have other names for the settings
 Curve = list[Point]
 POINTS = TypeAdapter(list[tuple[float, float]])
-Log = Sequence[dict[str, Any]]  # of a trainer
+Log = Sequence[Facts]  # of a trainer
 State = Literal["training", "finished", "stopped", "failed", "died"]  # none writes the last: `trainings` finds it
 
 
@@ -308,7 +308,7 @@ class LiveNumbers:
         if monotonic() - self.written_at >= SHORTEST:
             self.write(self.progress(state))
 
-    def on_log(self, state: Any, logs: dict[str, Any]) -> None:
+    def on_log(self, state: Any, logs: Facts) -> None:
         """There are new numbers."""
         if "loss" not in logs:
             return

@@ -20,6 +20,7 @@ from nbutils.data.texts import Kind, Problem, encoding_of, mask, short
 from nbutils.errors import CourseError
 from nbutils.files import SAMPLES, require_inside
 from nbutils.language import tr
+from nbutils.masking import describe
 from nbutils.platforms import network
 
 Formats = tuple[str, ...]
@@ -136,12 +137,11 @@ def _download(repo: str, folder: str | None) -> list[Path]:
     try:
         splits = datasets.load_dataset(repo, data_dir=folder).values()
     except Exception as problem:  # the errors are of several libraries, by version
-        first_line = str(problem).partition("\n")[0]
         raise CourseError(
             "{repo!r} is not a local file, and the hub dataset of that name cannot be downloaded: {reason}",
             todo="Correct the name, set HF_TOKEN if it is private, or set HF_ENDPOINT to a mirror that answers.",
             repo=repo,
-            reason=f"{type(problem).__name__}: {first_line}",
+            reason=describe(problem).partition("\n")[0],
         ) from problem
     return [Path(file["filename"]) for rows in splits for file in rows.cache_files]
 

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nbutils.chat import Renderer, find_stop_ids, rows_think, training_format
+from nbutils.chat import Message, Renderer, Row, find_stop_ids, rows_think, training_format
 from nbutils.data import own_language_first, stored_rows
 from nbutils.data.texts import mask
 from nbutils.errors import CourseError
 from nbutils.evaluation import inference, scores
-from nbutils.evaluation.inference import Answer, Message, Row, RowLoss, Tokens
+from nbutils.evaluation.inference import Answer, RowLoss, Tokens
 from nbutils.evaluation.scores import Difference, Estimate
 from nbutils.files import SAMPLES, read_json, write_json, write_text
 from nbutils.language import say, tr

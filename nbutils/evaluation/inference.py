@@ -10,14 +10,12 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from nbutils import distributed, hardware
-from nbutils.chat import Example, Renderer, find_stop_ids, may_skip_thinking
+from nbutils.chat import Example, Renderer, Row, find_stop_ids, may_skip_thinking
 from nbutils.language import say, tr
 
 STOP_CHECK = 16  # decoding steps between two checks whether all answers have ended: a check makes the GPU wait
 MAX_LOGITS = 2**28  # of one batch of losses: half a GiB in 16 bits, whatever the vocabulary
 Tokens = list[int]
-Message = dict[str, Any]
-Row = dict[str, Any]
 RowLoss = tuple[float, int]  # the summed loss of a row's assistant tokens, in nats, and the number of these tokens
 
 

@@ -17,6 +17,7 @@ import pydantic.dataclasses
 
 from nbutils import disk, display, environments, files, hardware, parity, processes
 from nbutils.data import stored_rows
+from nbutils.data.rows import Json
 from nbutils.errors import CourseError, parse_choices, require_choice
 from nbutils.evaluation.placement import fit
 from nbutils.exporting.worker import Job
@@ -32,7 +33,6 @@ STEPS = [
 ]
 GIB = 3.0
 GIB_WITH_GPU = 9.0  # torch for a GPU comes with CUDA
-Json = dict[str, Any]
 KEPT = re.compile(r"embed|lm_head|visual|^mtp")
 KEEPING = ("compress", "calibrate", "int8")  # work that leaves these weights as they are
 WHOLE = ("cast", "compress", "calibrate")  # work whose result has more than the text model, if the model has more

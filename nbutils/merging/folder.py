@@ -128,7 +128,7 @@ class ModelFolder:
 
     path: Path
     name: str
-    config: dict[str, Any]
+    config: models.Config
     weights: dict[str, StoredTensor]
 
     @property

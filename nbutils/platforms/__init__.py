@@ -26,7 +26,7 @@ from nbutils.config import Strict, read_table
 from nbutils.errors import CourseError, require_choice
 from nbutils.files import CHECKOUT, GIB, fs_root
 from nbutils.language import say, tr
-from nbutils.masking import mask_secrets, remember_secret
+from nbutils.masking import describe, remember_secret
 from nbutils.platforms.network import hub_online, prepare_network  # noqa: F401
 
 CGROUP = "sys/fs/cgroup"
@@ -373,5 +373,5 @@ def _ask_for_drive() -> str:
 
         drive.mount(str(fs_root() / MOUNT_POINT))  # it gives up after 120 s
     except Exception as failed:  # Colab raises eight unrelated types here, and none may cost the learner the lesson
-        problem = mask_secrets(f"{type(failed).__name__}: {failed}")
+        problem = describe(failed)
     return "" if drive_mounted() else problem

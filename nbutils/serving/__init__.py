@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from nbutils import processes
+from nbutils.chat import Message
 from nbutils.errors import CourseError
-from nbutils.evaluation import Answer, Message
+from nbutils.evaluation import Answer
 from nbutils.evaluation.scores import without_thinking
 from nbutils.language import tr
 from nbutils.serving import server as server_module

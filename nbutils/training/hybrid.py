@@ -28,6 +28,7 @@ from nbutils import distributed, hardware
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
 from nbutils.language import say, tr
+from nbutils.masking import describe
 
 KNOWN_LAYERS = ("Qwen3_5GatedDeltaNet",)
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")  # in the module of these layers
@@ -227,7 +228,7 @@ def _checked_kernels(layer: Any, config: Any, how: Choice) -> Choice:
     except Exception as error:  # compilers raise anything
         if hardware.out_of_memory(error):
             raise
-        problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        problem = describe(error).partition("\n")[0]
     finally:
         undo()
     if not problem:

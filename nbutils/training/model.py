@@ -31,6 +31,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from nbutils import distributed, hardware, merging
 from nbutils.errors import CourseError
 from nbutils.language import tr
+from nbutils.masking import describe
 from nbutils.training import hybrid, sharding
 from nbutils.training.hybrid import boundaries, packed_inputs, replace_forward
 
@@ -70,7 +71,7 @@ def require_own_weights(model: str) -> None:
             trust_remote_code=False,
         )
     except Exception as problem:  # a model that only sees, half a file, sizes without sense: it raises anything
-        reason = shorten(f"{type(problem).__name__}: {problem}", 300)
+        reason = shorten(describe(problem), 300)
         raise CourseError(
             "transformers does not load {model} as a text model: {reason}",
             todo="Take a model of configs/models.yaml. If it is one of these, download or copy it again.",

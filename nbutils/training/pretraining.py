@@ -88,7 +88,7 @@ class Texts:
             if rng.random() * size < SAMPLE:
                 yield text
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Facts:
         """What the text is: equal as long as no file changes."""
         known = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
         return {"files": known, "count": self.limit}
@@ -242,7 +242,7 @@ def shape_of(config: Any) -> models.Shape:
     return models.shape_in("Qwen2", config.to_dict())
 
 
-def with_recipe(resolved: Resolved, config: Any, recipe: dict[str, Any], batch: int, held_out: int) -> Profile:
+def with_recipe(resolved: Resolved, config: Any, recipe: Facts, batch: int, held_out: int) -> Profile:
     """The profile with a recipe for pre-training, SET and the micro-batch for this GPU; prints the forecast.
 
     Example:

@@ -37,7 +37,7 @@ SHOWN_FACTS = (  # when the training has ended
 )  # fmt: skip
 
 
-def bookkeeping(scratch: Path, seed: int) -> dict[str, Any]:
+def bookkeeping(scratch: Path, seed: int) -> Facts:
     """The arguments of SFTConfig that are about this machine and this run, not about learning.
 
     Example:
