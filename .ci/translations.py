@@ -30,13 +30,27 @@ CHOOSING = ROOT / ".ci/choosing.py"  # it writes a page in both languages
 PO = PACKAGE / "locale/zh/LC_MESSAGES/nbutils.po"
 MO = PO.with_suffix(".mo")
 KEYWORDS: dict[str, Any] = {"tr": None}  # its first argument
+TRANSLATE = {
+    "tr",
+    "say",
+    "right",
+    "wrong",
+    "CourseError",
+    "DownloadFailed",
+    "StoppedByHand",
+    "Unfinished",
+}  # what it is given
+TEXTS = {"todo", "allowed"}  # of an error, beside the first
 
 
 def extract_python(file: BinaryIO, *_: Any, **options: Any) -> Iterator[tuple[int, str, str, list[str]]]:
-    """The texts in calls of `tr` in a module: Babel's own extractor also takes the key of `tr(texts["why"])`."""
+    """The texts that a module has translated: Babel's own extractor also takes the key of `tr(texts["why"])`."""
     for node in ast.walk(ast.parse(file.read())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tr" and isinstance(node.args[0], ast.Constant):
-            yield node.lineno, "tr", node.args[0].value, []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in TRANSLATE:
+            given = [*node.args[:1], *(word.value for word in node.keywords if word.arg in TEXTS)]
+            for text in given:
+                if isinstance(text, ast.Constant) and text.value:
+                    yield node.lineno, "tr", text.value, []
 
 
 def texts_in_code() -> dict[str, str]:

@@ -23,8 +23,10 @@ from typing import Any
 
 from nbutils import display, environments, figures, files, hardware, serving
 from nbutils.errors import CourseError, parse_choices
-from nbutils.language import joined, last_lines, tr
+from nbutils.language import joined, last_lines, say, tr
+from nbutils.masking import describe
 from nbutils.platforms import network
+from nbutils.record import Facts
 from nbutils.serving.server import KEY_VARIABLE, NO_KEY, SERVER_SIDE_CODE
 
 RIVALS = ("generate", "transformers-serve")
@@ -96,7 +98,7 @@ def summarize(engine: str, concurrency: int, latencies: Sequence[float], *, toke
     )
 
 
-def bench_serve_flags(url: str, model_name: str, tokenizer: str, settings: Load, concurrency: int) -> dict[str, Any]:
+def bench_serve_flags(url: str, model_name: str, tokenizer: str, settings: Load, concurrency: int) -> Facts:
     """The flags of `vllm bench serve` for one level, those that lesson 09 has in view."""
     return {
         "backend": "openai",
@@ -141,8 +143,9 @@ def bench_serve(
         ended = subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if ended.returncode:
             raise CourseError(
-                tr("`vllm bench serve` stopped: {lines}", lines=last_lines(ended.stderr, 3)),
-                todo=tr("If the tokenizer is named, give the folder of the served model with --model."),
+                "`vllm bench serve` stopped: {lines}",
+                todo="If the tokenizer is named, give the folder of the served model with --model.",
+                lines=last_lines(ended.stderr, 3),
             )
         return read_level(engine, files.read_json(Path(folder) / "result.json"))
 
@@ -152,8 +155,9 @@ def read_level(engine: str, result: Mapping[str, Any]) -> Level:
     errors = [error.strip().splitlines()[-1] for error in result["errors"] if error]
     if not result["completed"]:
         raise CourseError(
-            tr("Not one request was answered: {error}", error=errors[0]),
-            todo=tr("Read the server's log, and check --name and the key in VLLM_API_KEY."),
+            "Not one request was answered: {error}",
+            todo="Read the server's log, and check --name and the key in VLLM_API_KEY.",
+            error=errors[0],
         )
     times = {}
     for metric in ("ttft", "tpot", "e2el"):
@@ -206,8 +210,10 @@ def time_request(client: Any, model_name: str, tokens: int, prompt: str) -> floa
     seconds = time.perf_counter() - started
     if count != tokens:
         raise CourseError(
-            tr("{count} tokens returned, {tokens} requested", count=count, tokens=tokens),
-            todo=tr("Read the server's log: it ended an answer too early."),
+            "{count} tokens returned, {tokens} requested",
+            todo="Read the server's log: it ended an answer too early.",
+            count=count,
+            tokens=tokens,
         )
     return seconds
 
@@ -239,7 +245,7 @@ class Benchmark:
 
     path: Path | None
     settings: Load
-    about: dict[str, Any]
+    about: Facts
     levels: list[Level] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -247,13 +253,10 @@ class Benchmark:
         """Keep a level, and print it."""
         self.levels.append(level)
         self.save()
-        print(
-            tr(
-                "  {level.engine}, {level.concurrency} at a time: {level.tokens_per_second:,.1f} tokens/s, errors: "
-                "{level.errors} {level.first_error}",
-                level=level,
-            ),
-            flush=True,
+        say(
+            "  {level.engine}, {level.concurrency} at a time: {level.tokens_per_second:,.1f} tokens/s, errors: "
+            "{level.errors} {level.first_error}",
+            level=level,
         )
 
     def speeds(self) -> dict[str, dict[str, float]]:
@@ -264,7 +267,7 @@ class Benchmark:
             of_engine[str(level.concurrency)] = level.tokens_per_second
         return speeds
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Facts:
         """Everything, for a file or another program."""
         everything = asdict(self)
         del everything["path"]
@@ -279,16 +282,14 @@ class Benchmark:
         """The table, and below it what it means."""
         rows = [level_row(level) for level in sorted(self.levels, key=attrgetter("concurrency"))]
         display.show_table(rows, title, display.aligned(rows))
-        print(
-            tr(
-                "at a time: requests under way together. Three times in a cell are p50 / p90 / p99: half, 90 % and"
-                " 99 % of the requests took no longer. errors: failed / all."
-            )
+        say(
+            "at a time: requests under way together. Three times in a cell are p50 / p90 / p99: half, 90 % and"
+            " 99 % of the requests took no longer. errors: failed / all."
         )
 
     def plot(self, path: Path | None = None) -> None:
         """Latency over throughput; a dot is named by its concurrency."""
-        engines: dict[str, Any] = {}
+        engines: Facts = {}
         for level in self.levels:
             of_engine = engines.setdefault(level.engine, {})
             name = str(level.concurrency)
@@ -313,10 +314,10 @@ class Benchmark:
         try:
             measure(folder)
         except Exception as problem:  # an engine may fail in any way; what was measured before it counts
-            reason = f"{type(problem).__name__}: {problem}"
+            reason = describe(problem)
             self.left_out[name] = reason
             self.save()
-            print(tr("  {name} left out: {reason}", name=name, reason=reason))
+            say("  {name} left out: {reason}", name=name, reason=reason)
         hardware.free_memory()  # also after a model that did not fit
 
     def generate(self, folder: Path) -> None:
@@ -371,7 +372,7 @@ class Benchmark:
             self.add(level)
 
 
-def level_row(level: Level) -> dict[str, Any]:
+def level_row(level: Level) -> Facts:
     """A level as a row of the table."""
     return {
         tr("engine"): level.engine,
@@ -412,7 +413,7 @@ def parse_rivals(text: str) -> list[str]:
 def parse_concurrency(text: str) -> tuple[int, ...]:
     """`1,8,32` as numbers."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise CourseError(tr("--concurrency is {text!r}.", text=text), todo=tr("Write it like 1,8,32."))
+        raise CourseError("--concurrency is {text!r}.", todo="Write it like 1,8,32.", text=text)
     return tuple(map(int, text.split(",")))
 
 
@@ -428,8 +429,10 @@ def bench_url(url: str, name: str, model: Path | None, benchmark: Benchmark) -> 
         first = client.models.list().data[0]
     except Exception as problem:  # whatever answers there need not be an OpenAI-compatible server
         raise CourseError(
-            tr("{url} did not answer like an OpenAI-compatible server ({problem!r}).", url=url, problem=problem),
-            todo=tr("Start it first, correct --url, or set VLLM_API_KEY to the key it was started with."),
+            "{url} did not answer like an OpenAI-compatible server ({problem!r}).",
+            todo="Start it first, correct --url, or set VLLM_API_KEY to the key it was started with.",
+            url=url,
+            problem=problem,
         ) from problem
     tokenizer = str(model or getattr(first, "root", None) or first.id)  # vLLM says where its model came from
     environment = serving.ensure_environment()
@@ -450,13 +453,14 @@ def measure_speed(
     elif model:
         bench_model(model, benchmark, rivals)
     else:
-        raise CourseError(tr("Neither a model nor a server was named."), todo=tr("Give --model FOLDER or --url URL."))
+        raise CourseError("Neither a model nor a server was named.", todo="Give --model FOLDER or --url URL.")
     if out:
         benchmark.plot(out / "bench.png")
     if benchmark.left_out:
         benchmark.show()
         raise CourseError(
-            tr("Not measured: {names}", names=joined(benchmark.left_out)),
-            todo=tr("Fix what is named above, then measure again."),
+            "Not measured: {names}",
+            todo="Fix what is named above, then measure again.",
+            names=joined(benchmark.left_out),
         )
     return benchmark

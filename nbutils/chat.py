@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nbutils import display
 from nbutils.errors import CourseError
 from nbutils.files import write_text
-from nbutils.language import tr
+from nbutils.language import say, tr
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -121,8 +121,9 @@ def _training_template(tokenizer: Any) -> str | None:
 
     if not tokenizer.chat_template:
         raise CourseError(
-            tr("The tokenizer of {tokenizer} has no chat template.", tokenizer=tokenizer.name_or_path),
-            todo=tr("Use the instruct version of the model, or set tokenizer.chat_template."),
+            "The tokenizer of {tokenizer} has no chat template.",
+            todo="Use the instruct version of the model, or set tokenizer.chat_template.",
+            tokenizer=tokenizer.name_or_path,
         )
     own: str = tokenizer.get_chat_template()
     if trl.has_generation_markers(own):
@@ -224,15 +225,13 @@ class Renderer:
             if len(batch) > 1:  # one by one, to find the row
                 return [example for conversation in batch for example in self._encode([conversation])]
             raise CourseError(
-                tr(
-                    "Row {row}: the chat template of this model refuses it: {problem}.",
-                    row=batch[0].row,
-                    problem=problem,
-                ),
-                todo=tr(
+                "Row {row}: the chat template of this model refuses it: {problem}.",
+                todo=(
                     "Change the row (some templates know no system message, or no tools), or use another model "
                     "with its own template."
                 ),
+                row=batch[0].row,
+                problem=problem,
             ) from problem
         masks = rendered.get("assistant_masks") or itertools.repeat(None)
         examples = []
@@ -399,17 +398,15 @@ def filter_by_length(
             too_long[example.row] = max(len(example.ids), too_long.get(example.row, 0))
     if len(too_long) == len(rows):
         raise CourseError(
-            tr(
-                "All {rows} rows lose their stop token at max_length {max_length}; the longest has {longest} tokens.",
-                rows=len(rows),
-                max_length=max_length,
-                longest=longest,
-            ),
-            todo=tr(
+            "All {rows} rows lose their stop token at max_length {max_length}; the longest has {longest} tokens.",
+            todo=(
                 'Raise sft.max_length for rows of up to {fits} tokens (SET = "sft.max_length={fits}" in '
-                "lesson 01 or 03, or in the profile), and shorten longer ones.",
-                fits=min(longest, tokenizer.model_max_length),
+                "lesson 01 or 03, or in the profile), and shorten longer ones."
             ),
+            rows=len(rows),
+            max_length=max_length,
+            longest=longest,
+            fits=min(longest, tokenizer.model_max_length),
         )
     kept = [example for example in examples if example.row not in too_long]
     return FilteredRows(max_length, rows, too_long, longest=longest, renderer=renderer, examples=kept)
@@ -453,8 +450,9 @@ def _require_tools_shown(filtered: FilteredRows) -> None:
         question = row["messages"][: example.turns[0]]
         if filtered.renderer.prompt(question, row["tools"]) == filtered.renderer.prompt(question):
             raise CourseError(
-                tr("Row {row}: the chat template of this model leaves out its tools.", row=example.row),
-                todo=tr("Use a model that can call tools, or write the tools into the system message."),
+                "Row {row}: the chat template of this model leaves out its tools.",
+                todo="Use a model that can call tools, or write the tools into the system message.",
+                row=example.row,
             )
         return
 
@@ -469,15 +467,13 @@ def _check_example(renderer: Renderer, example: Example, row: Row) -> set[int]:
         stop = renderer.stop_position(example.ids, start, end)
         if stop == end:
             raise CourseError(
-                tr(
-                    "Row {row}: no stop token closes an answer; generation stops only at {stops}.",
-                    row=example.row,
-                    stops=_stop_texts(renderer, renderer.stops),
-                ),
-                todo=tr(
+                "Row {row}: no stop token closes an answer; generation stops only at {stops}.",
+                todo=(
                     "Make the token that closes an answer in the chat template the eos_token of the tokenizer "
                     "and of the generation config; instruct versions of a model come that way."
                 ),
+                row=example.row,
+                stops=_stop_texts(renderer, renderer.stops),
             )
         _check_answer(renderer, example, row["messages"][turn], example.ids[start:stop])
         expected[start : stop + 1] = b"\1" * (stop + 1 - start)
@@ -494,17 +490,15 @@ def _check_prompts(renderer: Renderer, example: Example, row: Row) -> None:
             continue
         prompt = renderer.prompt(row["messages"][:turn], row.get("tools"))
         raise CourseError(
-            tr(
-                "Row {row}: from token {token} on, a server would send {server!r} where training saw {training!r}.",
-                row=example.row,
-                token=start + 1,
-                server=decode(prompt[start : start + 8]),
-                training=decode(list(example.ids[start : start + 8])),
-            ),
-            todo=tr(
+            "Row {row}: from token {token} on, a server would send {server!r} where training saw {training!r}.",
+            todo=(
                 "Use the chat template that came with the model, and start answers without a line break; or use "
                 "another model, as one that always thinks cannot learn answers without thoughts."
             ),
+            row=example.row,
+            token=start + 1,
+            server=decode(prompt[start : start + 8]),
+            training=decode(list(example.ids[start : start + 8])),
         )
 
 
@@ -513,11 +507,13 @@ def _check_answer(renderer: Renderer, example: Example, message: Message, ids: S
     missing = _missing_part(message, renderer.tokenizer.decode(list(ids)))
     if missing:
         raise CourseError(
-            tr("Row {row}: the chat template leaves out or changes {part}.", row=example.row, part=missing),
-            todo=tr(
+            "Row {row}: the chat template leaves out or changes {part}.",
+            todo=(
                 "Use the chat template that came with the model, and no text of a stop token in an answer. A model "
                 "whose template drops thoughts or tool calls cannot learn them: take them out, or use another model."
             ),
+            row=example.row,
+            part=missing,
         )
 
 
@@ -529,13 +525,12 @@ def _check_mask(renderer: Renderer, example: Example, expected: bytearray) -> No
         if example.trained[position] == expected[position] or renderer.is_blank(token):
             continue
         raise CourseError(
-            tr(
-                "Row {row}: token {number}, {text!r}, is part of an answer and not trained, or the other way round.",
-                row=example.row,
-                number=position + 1,
-                text=renderer.tokenizer.decode([token]),
-            ),
-            todo=tr("Put {tag} around each answer and its stop token in the chat template.", tag="{% generation %}"),
+            "Row {row}: token {number}, {text!r}, is part of an answer and not trained, or the other way round.",
+            todo="Put {tag} around each answer and its stop token in the chat template.",
+            row=example.row,
+            number=position + 1,
+            text=renderer.tokenizer.decode([token]),
+            tag="{% generation %}",
         )
 
 
@@ -613,11 +608,9 @@ def held_out_examples(filtered: FilteredRows, held_out: Sequence[Row], most: int
             usable.append(example)
     if not usable:
         raise CourseError(
-            tr(
-                "No held-out row can be used: there is none, or all are longer than max_length {limit}.",
-                limit=filtered.max_length,
-            ),
-            todo=tr('Raise sft.max_length, shorten these rows, or set SET = "course.validation_rows=0".'),
+            "No held-out row can be used: there is none, or all are longer than max_length {limit}.",
+            todo='Raise sft.max_length, shorten these rows, or set SET = "course.validation_rows=0".',
+            limit=filtered.max_length,
         )
     return usable
 
@@ -630,15 +623,13 @@ def check_trainer(trainer: Any, filtered: FilteredRows) -> None:
         trained += int((labels != IGNORED).sum())
     if trained != filtered.trained_tokens:
         raise CourseError(
-            tr(
-                "The trainer would train on {trained} tokens; the contract check counted {tokens}.",
-                trained=trained,
-                tokens=filtered.trained_tokens,
-            ),
-            todo=tr(
+            "The trainer would train on {trained} tokens; the contract check counted {tokens}.",
+            todo=(
                 "Pass the dataset of chat.training_dataset(...) to the trainer, with the profile's max_length and "
                 "packing_strategy bfd."
             ),
+            trained=trained,
+            tokens=filtered.trained_tokens,
         )
 
 
@@ -658,5 +649,5 @@ def show_row(tokenizer: Any, row: Row) -> None:
         start = end
     plain = "".join(f"[{text}]" if mask else text for text, mask in runs)
     trained = sum(example.trained)
-    print(tr("{trained} of {tokens} tokens are trained. They are marked:", trained=trained, tokens=len(example.ids)))
+    say("{trained} of {tokens} tokens are trained. They are marked:", trained=trained, tokens=len(example.ids))
     display.show_page("tokens.html", plain, runs=runs)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbutils import display, serving
 from nbutils.language import printable, tr
+from nbutils.masking import describe
 
 if TYPE_CHECKING:
     from openai import OpenAI, Stream
@@ -122,7 +123,7 @@ class Box:
                 answer += tr(" [stopped]")
             self.lines[-1] = ("model", answer)
         except Exception as problem:  # a thread has nobody to raise to: the box shows it
-            self.lines[-1] = ("problem", f"{type(problem).__name__}: {problem} {tr('Is the server still running?')}")
+            self.lines[-1] = ("problem", f"{describe(problem)} {tr('Is the server still running?')}")
         self._draw()
         self.stop.disabled = True
 

@@ -31,7 +31,8 @@ from nbutils.disk import folder_gib, require_disk
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, read_json, read_object, sha256
 from nbutils.former_names import Fingerprint, Settings
-from nbutils.language import joined, tr
+from nbutils.language import joined, say, tr
+from nbutils.masking import describe
 
 NAME = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")  # as the trainer writes it
 MAX_MEMBERS = 10_000
@@ -265,14 +266,12 @@ def newest_verified(
     others = [checkpoint for checkpoint in kept if checkpoint.fingerprint != fingerprint]
     if others and (step is None or not own):
         raise CourseError(
-            tr(
-                "The checkpoints in this run are of another training (kept and requested: {differences}).",
-                differences=_differences(flat(others[0].fingerprint), flat(fingerprint)),
-            ),
-            todo=tr(
+            "The checkpoints in this run are of another training (kept and requested: {differences}).",
+            todo=(
                 "Choose another RUN_NAME, set what differs back to what was kept (SET), or start this run "
                 'over with RESUME="never".'
             ),
+            differences=_differences(flat(others[0].fingerprint), flat(fingerprint)),
         )
     if step is not None:
         raise _step_missing(step, own)
@@ -298,7 +297,7 @@ def first_verified(checkpoints: Iterable[StoredCheckpoint], step: int | None = N
         problem = _with_retries(defect, checkpoint)
         if problem is None:
             return checkpoint
-        print(tr("skipping {archive}: {why}", archive=checkpoint.archive, why=problem))
+        say("skipping {archive}: {why}", archive=checkpoint.archive, why=problem)
     return None
 
 
@@ -313,8 +312,9 @@ def _with_retries(read: Callable[..., Any], *sources: Any) -> Any:
         return attempts(read, *sources)
     except OSError as problem:
         raise CourseError(
-            tr("A disk that may hold trained checkpoints cannot be read: {why}.", why=problem),
-            todo=tr('Mount it again (Colab: restart the session) and run this cell again; RESUME="never" starts over.'),
+            "A disk that may hold trained checkpoints cannot be read: {why}.",
+            todo='Mount it again (Colab: restart the session) and run this cell again; RESUME="never" starts over.',
+            why=problem,
         ) from problem
 
 
@@ -342,11 +342,10 @@ def clear(store: Path) -> None:
 def _step_missing(step: int | None, kept: Iterable[StoredCheckpoint]) -> CourseError:
     steps = {checkpoint.step for checkpoint in kept} - {step}
     return CourseError(
-        tr("The checkpoint that was asked for is not complete, or not there: {step}.", step=step or tr("the newest")),
-        todo=tr(
-            'Set RESUME (or --step) to one of: {steps}; or RESUME to "auto".',
-            steps=", ".join(map(str, sorted(steps))) or tr("none"),
-        ),
+        "The checkpoint that was asked for is not complete, or not there: {step}.",
+        todo='Set RESUME (or --step) to one of: {steps}; or RESUME to "auto".',
+        step=step or tr("the newest"),
+        steps=", ".join(map(str, sorted(steps))) or tr("none"),
     )
 
 
@@ -376,7 +375,7 @@ def restore(store: Path, target: Path | None, step: int | None) -> Path:
         raise _step_missing(step, kept)
     target = target or Path(chosen.archive.stem)
     if target.exists():
-        raise CourseError(tr("{path} exists already.", path=target), todo=tr("Name another folder with --to."))
+        raise CourseError("{path} exists already.", todo="Name another folder with --to.", path=target)
     return unpack(chosen, target)
 
 
@@ -426,20 +425,18 @@ class CheckpointSync:
         self._wake.set()
         deadline = time.monotonic() + patience
         if folder := self.waiting:
-            print(tr("copying checkpoint {step} to {folder} ...", step=step_of(folder), folder=self.keep), flush=True)
+            say("copying checkpoint {step} to {folder} ...", step=step_of(folder), folder=self.keep)
         while folder := self.waiting:
             if time.monotonic() > deadline:
                 raise CourseError(
-                    tr(
-                        "The last checkpoint could not be copied to {folder}: {problem}.",
-                        folder=self.keep,
-                        problem=self.problem or tr("no answer"),
-                    ),
-                    todo=tr(
+                    "The last checkpoint could not be copied to {folder}: {problem}.",
+                    todo=(
                         "Make it reachable or free some space, then run this cell again; until then the checkpoint "
-                        "is {path}.",
-                        path=folder,
+                        "is {path}."
                     ),
+                    folder=self.keep,
+                    problem=self.problem or tr("no answer"),
+                    path=folder,
                 )
             time.sleep(0.05)
         with suppress(OSError):  # the checkpoint is safe; logs are no reason for an error
@@ -455,7 +452,7 @@ class CheckpointSync:
             try:
                 self._sync()
             except Exception as problem:  # whatever it is, training goes on
-                why = f"{type(problem).__name__}: {problem}"
+                why = describe(problem)
                 if self.problem is None:
                     warning = tr(
                         "[WARN] a checkpoint could not be copied to {folder}: {problem}. Training goes on; the copy is "

@@ -14,7 +14,7 @@ from click import argument, option
 # the other rooms load numpy
 from nbutils import checkpoints, course, display, distributed, doctor, hardware, install, plan, record, sharing
 from nbutils.errors import CourseError
-from nbutils.language import print_whatever, printable, tr
+from nbutils.language import print_whatever, printable, say, tr
 
 PATH = click.Path(path_type=Path)
 MODEL_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -107,12 +107,12 @@ def show_progress(name: str) -> None:
     """Show which exercises are solved; when those of lessons 01-05 are, write a certificate beside the runs."""
     from nbutils import platforms, progress
 
-    keep = platforms.folders(platforms.detect()).keep
+    keep = platforms.folders().keep
     solved = progress.solved(keep)
     print(progress.text(solved))
     if progress.course_done(solved):
         file = progress.write_certificate(keep, solved, name)
-        print(tr("certificate  {file}", file=file))
+        say("certificate  {file}", file=file)
 
 
 @app.command("fetch")
@@ -133,7 +133,7 @@ def send_test_notice() -> None:
 
     platforms.prepare_network(platforms.detect(), probe=False)
     service = notices.send(tr("nbutils: a test notice"), tr("Notices of this course arrive here."))
-    print(tr("Notice sent to {service}. See whether it has arrived there.", service=service))
+    say("Notice sent to {service}. See whether it has arrived there.", service=service)
 
 
 @app.command("install")
@@ -144,7 +144,7 @@ def install_packages() -> None:
     gpu = hardware.gpu()
     if gpu and gpu.capability >= hardware.BF16_FROM:
         install.ensure("kernels")
-    print(tr("Everything the lessons need is installed."))
+    say("Everything the lessons need is installed.")
 
 
 @app.command("doctor")
@@ -215,7 +215,7 @@ def verify(run: str) -> None:
 def restore(run: str, to: Path | None, step: int | None) -> None:
     """Unpack the newest checkpoint that verifies."""
     folder = checkpoints.restore(record.find_run(run).checkpoints, to, step)
-    print(tr("restored: {folder}", folder=folder))
+    say("restored: {folder}", folder=folder)
 
 
 @app.group()
@@ -293,7 +293,7 @@ def serve_env() -> None:
     from nbutils import serving
 
     environment = serving.ensure_environment()
-    print(tr("serving environment: {engine}, {python}", engine=environment.engine, python=environment.python))
+    say("serving environment: {engine}, {python}", engine=environment.engine, python=environment.python)
 
 
 @app.command("bench-serve")
@@ -344,7 +344,7 @@ def export_env() -> None:
     """Make the environment that exports are made in, or check that it is there."""
     from nbutils import exporting
 
-    print(tr("export environment: {python}", python=exporting.ensure_environment()))
+    say("export environment: {python}", python=exporting.ensure_environment())
 
 
 @app.command()

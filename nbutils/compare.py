@@ -14,7 +14,7 @@ from nbutils import display, platforms, record
 from nbutils.config import shown
 from nbutils.evaluation.comparison import SHOWN_SCORES
 from nbutils.evaluation.scores import Estimate
-from nbutils.language import tr
+from nbutils.language import say, tr
 from nbutils.record import Evaluation, Facts, RunFolder, Score
 from nbutils.tracking import Log, loss_history, read_history, validation_history
 
@@ -48,7 +48,7 @@ Runs = dict[str, Run]  # by name
 
 def load_run(run: RunFolder) -> Run:
     """What a run folder says."""
-    facts = record.load_facts(run.facts)
+    facts = run.recorded
     trained = facts.trained.model_dump(exclude_unset=True)
     settings = trained.get("settings", {})
     if settings:
@@ -99,7 +99,7 @@ def show_runs(runs: Runs) -> None:
     title = tr("Runs side by side") if table else tr("Nothing to compare: lesson 03 has not finished in these runs.")
     display.show_table(table, title, display.aligned(table))
     if "data" in settings:
-        print(tr("Not all of these runs were trained on the same data: their losses do not compare."))
+        say("Not all of these runs were trained on the same data: their losses do not compare.")
     if platforms.in_kernel():
         plot_runs(runs)
 

@@ -347,8 +347,9 @@ def settings_in(text: str) -> Settings:
             continue
         if part.count("=") != 1:
             raise CourseError(
-                tr("SET has {part!r}.", part=part.strip()),
-                todo=tr('Write it like "sft.learning_rate=1e-4, lora.r=64".'),
+                "SET has {part!r}.",
+                todo='Write it like "sft.learning_rate=1e-4, lora.r=64".',
+                part=part.strip(),
             )
         name, value = map(str.strip, part.split("="))
         try:
@@ -369,8 +370,10 @@ def _read_yaml(file: Path) -> tuple[Any, dict[str, str]]:
         return _parse(file.read_text(encoding="utf-8"))
     except Exception as problem:  # PyYAML has one of its own; impossible dates, endless digits and nesting have others
         raise CourseError(
-            tr("{file}: {problem}.", file=file, problem=" ".join(str(problem).split())),
-            todo=tr("Correct {file}: YAML in UTF-8, groups indented by two spaces.", file=file),
+            "{file}: {problem}.",
+            todo="Correct {file}: YAML in UTF-8, groups indented by two spaces.",
+            file=file,
+            problem=" ".join(str(problem).split()),
         ) from None
 
 
@@ -398,8 +401,11 @@ def _validate(tree: Any, model: type[Entry], where: str) -> Entry:
     if problems:
         listed = "".join(f"\n    - {problem}" for problem in problems)
         raise CourseError(
-            tr("{where} has {count} problem(s):{problems}", where=where, count=len(problems), problems=listed),
-            todo=tr("Correct what is listed above, then run this again."),
+            "{where} has {count} problem(s):{problems}",
+            todo="Correct what is listed above, then run this again.",
+            where=where,
+            count=len(problems),
+            problems=listed,
         )
     return entry
 

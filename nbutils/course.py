@@ -10,7 +10,7 @@ from pathlib import Path
 from nbutils import display, install, lesson, notices, record
 from nbutils.errors import CourseError, StoppedByHand, Unfinished, require_choice
 from nbutils.files import NOTEBOOKS, make_folder
-from nbutils.language import language, tr
+from nbutils.language import language, say, tr
 from nbutils.papermill_io import signals_to_kernel
 from nbutils.record import Facts, RunFolder
 
@@ -48,7 +48,7 @@ def run_lessons(stems: Sequence[str], parameters: dict[str, str]) -> RunFolder:
         of_the_run = lesson.RunParameters.model_validate(parameters)
         machine = lesson.find_machine(of_the_run)
         folder, resolved = lesson.open_run(of_the_run, machine)
-        print(tr("profile {name}, run {folder}", name=resolved.name, folder=folder.path), flush=True)
+        say("profile {name}, run {folder}", name=resolved.name, folder=folder.path)
         for number, stem in enumerate(stems, 1):
             print(f"[{number}/{len(stems)}] {stem}", flush=True)
             work.set_lesson(stem, folder)
@@ -92,17 +92,17 @@ def execute(stem: str, output: Path, values: Facts) -> None:
         )
     except PapermillExecutionError as failure:
         raise CourseError(
-            tr(
-                "Lesson {lesson} failed in cell {cell}: {problem}",
-                lesson=stem,
-                cell=failure.exec_count,
-                problem=f"{failure.ename}: {failure.evalue}",
-            ),
-            todo=tr("Mend the cause, then give the same command again. {output} shows the cell.", output=unfinished),
+            "Lesson {lesson} failed in cell {cell}: {problem}",
+            todo="Mend the cause, then give the same command again. {output} shows the cell.",
+            lesson=stem,
+            cell=failure.exec_count,
+            problem=f"{failure.ename}: {failure.evalue}",
+            output=unfinished,
         ) from failure
     except DeadKernelError as failure:
         raise CourseError(
-            tr("The kernel of lesson {lesson} was stopped, or the machine's memory was full.", lesson=stem),
-            todo=tr("Give the same command again. What is done is not repeated."),
+            "The kernel of lesson {lesson} was stopped, or the machine's memory was full.",
+            todo="Give the same command again. What is done is not repeated.",
+            lesson=stem,
         ) from failure
     unfinished.replace(output)

@@ -18,7 +18,7 @@ from typing import IO
 from nbutils import display, record, watch
 from nbutils.errors import CourseError
 from nbutils.files import read_yaml
-from nbutils.language import tr
+from nbutils.language import say, tr
 from nbutils.record import CheckedRows, Evaluation, RunFolder, TrainingFacts
 from nbutils.tracking import Curve, best_of, loss_history, read_history, validation_history
 
@@ -85,7 +85,7 @@ class Trained:
         failure = _failure(run.path)
         if failure:  # its curves, facts and evaluation were not written: those that are here are of an earlier stop
             return cls([], [], failure=failure)
-        facts = record.load_facts(run.facts)
+        facts = run.recorded
         log = read_history(run.logs / "history.json")
         return cls(
             loss_history(log),
@@ -199,6 +199,6 @@ def show(findings: Mapping[str, Finding]) -> None:
     Example: diagnose.show(diagnose.explain("torch.OutOfMemoryError: CUDA out of memory."))
     """
     if not findings:
-        print(tr("Nothing known is wrong here. docs/faq.md has more; `python -m nbutils doctor` checks the machine."))
+        say("Nothing known is wrong here. docs/faq.md has more; `python -m nbutils doctor` checks the machine.")
         return
     display.show_table([asdict(finding) for finding in findings.values()])

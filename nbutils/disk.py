@@ -8,7 +8,6 @@ from pathlib import Path
 from nbutils import platforms
 from nbutils.errors import CourseError
 from nbutils.files import GIB
-from nbutils.language import tr
 
 KAGGLE_OUTPUT = 20e9  # bytes that Kaggle saves from /kaggle/working; the disk under it may be larger
 FEWEST_FILES = 300  # a run, its checkpoints and its caches need about this many
@@ -42,13 +41,11 @@ def require_disk(folder: Path, gib: float) -> None:
     free = free_gib(folder)
     if free < gib:
         raise CourseError(
-            tr(
-                "Not enough disk space in {folder}: {needed:.2f} GiB are needed, and only {free:.2f} GiB are free.",
-                folder=folder,
-                needed=gib,
-                free=free,
-            ),
-            todo=tr("Delete old runs or caches there, or set NBUTILS_HOME to a folder on a larger disk."),
+            "Not enough disk space in {folder}: {needed:.2f} GiB are needed, and only {free:.2f} GiB are free.",
+            todo="Delete old runs or caches there, or set NBUTILS_HOME to a folder on a larger disk.",
+            folder=folder,
+            needed=gib,
+            free=free,
         )
 
 

@@ -26,7 +26,8 @@ CHOICE_WIDTHS = (40, 26, 50)  # of a table of choices: what, value, why
 WRAPPED_WIDTH = 110  # of a line of prose
 LIVE_LINE = re.compile(r"\[WARN\]|[^:]* · ")  # of a training, in any language
 CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curves.py
-Losses = Sequence[tuple[int, float]]  # step and loss
+Point = tuple[int, float]  # step and loss
+Losses = Sequence[Point]
 Row = Mapping[str, Any]  # of a table: its cells by heading
 
 
@@ -284,7 +285,7 @@ def live_page(
 ) -> str:
     """Numbers by name, how far the training is, its curves and notes, as HTML."""
     stride = len(losses) // POINTS + 1
-    curves = [_finite(losses[::stride]), _finite(validation)]
+    curves = [finite(losses[::stride]), finite(validation)]
     values = [loss for curve in curves for _, loss in curve] or [0.0]
     return render(
         "live.html",
@@ -298,7 +299,8 @@ def live_page(
     )
 
 
-def _finite(curve: Losses) -> Losses:
+def finite(curve: Losses) -> list[Point]:
+    """The points of a curve whose loss is a number."""
     return [(step, loss) for step, loss in curve if math.isfinite(loss)]
 
 

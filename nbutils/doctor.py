@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from nbutils import disk, display, hardware, install, platforms, record
 from nbutils.errors import CourseError
 from nbutils.language import joined, tr
+from nbutils.masking import describe
 from nbutils.platforms import Folders, Platform, network
 from nbutils.record import Facts
 
@@ -69,8 +70,9 @@ class Report:
         print(*problems, self.counts(), sep="\n")
         if self.failures:
             raise CourseError(
-                tr("Some checks of this machine failed: {names}.", names=joined(map(tr, self.failures))),
-                todo=tr("Follow the FAIL lines above, then run the cell again."),
+                "Some checks of this machine failed: {names}.",
+                todo="Follow the FAIL lines above, then run the cell again.",
+                names=joined(map(tr, self.failures)),
             )
 
     def facts(self) -> Facts:
@@ -100,7 +102,7 @@ def examine() -> Report:
             checks.append(
                 Check(
                     look.__name__.removeprefix("check_"),
-                    f"{type(problem).__name__}: {problem}",
+                    describe(problem),
                     tr("continue; if a lesson stops, report this line"),
                 )
             )
@@ -198,7 +200,7 @@ def check_torch(platform: Platform, folders: Folders) -> Iterator[Check]:
     try:
         import torch
     except Exception as problem:  # a broken installation shows as ImportError, OSError and others
-        seen = tr("torch cannot be imported ({problem})", problem=f"{type(problem).__name__}: {problem}")
+        seen = tr("torch cannot be imported ({problem})", problem=describe(problem))
         todo = tr("`python -m nbutils install`, or the first cells of any lesson; reinstall it if it is there")
         yield Check("torch", seen, todo, "FAIL")
         return

@@ -1,22 +1,34 @@
 """The errors the course raises for what a learner can fix; a notebook shows their message without a traceback."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from nbutils.language import printable, split_words, tr
+from nbutils.language import split_words, tr
 from nbutils.masking import mask_secrets
 
 
-def _safe(text: str) -> str:
-    return mask_secrets(printable(text))
+def _safe(text: str, values: Mapping[str, Any]) -> str:
+    return mask_secrets(tr(text, **values))
 
 
 class CourseError(Exception):
-    """What was seen and what to do next; `allowed` where the two leave open what would be accepted."""
+    """What was seen and what to do next; `allowed` where the two leave open what would be accepted.
 
-    def __init__(self, seen: str, todo: str = "", allowed: str = "") -> None:
-        self.seen = _safe(seen)
-        self.todo = _safe(todo)
-        self.allowed = _safe(allowed)
+    It translates these texts, with the values they name: `CourseError("{rows} rows", todo="Add some.", rows=3)`. A text
+    that is made elsewhere, and may have braces, is given without values.
+    """
+
+    def __init__(
+        self,
+        seen: str,
+        /,
+        todo: str = "",
+        allowed: str = "",
+        **values: Any,
+    ) -> None:
+        self.seen = _safe(seen, values)
+        self.todo = _safe(todo, values)
+        self.allowed = _safe(allowed, values)
         super().__init__(self.seen, self.todo, self.allowed)
 
     def __str__(self) -> str:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import mul, sub
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,7 +25,6 @@ OWN_ROWS = 3
 SHORTEST_ANSWER = 3  # characters
 RANK = 64  # of the exercise about the size of an adapter
 APART = 5.0  # times, between two learning rates that are compared
-Mistakes = Mapping[str, float]  # by the hint that explains it, the number that a typical mistake gives
 
 
 @dataclass(frozen=True)
@@ -40,36 +38,35 @@ class Checked:
 Check = Callable[..., Checked]
 
 
-def right(text: str) -> Checked:
-    """The answer is right."""
-    return Checked(True, text)
+def right(text: str, **values: Any) -> Checked:
+    """The answer is right; the text is translated here, as that of an error is."""
+    return Checked(True, tr(text, **values))
 
 
-def wrong(text: str) -> Checked:
+def wrong(text: str, **values: Any) -> Checked:
     """The answer is not right yet."""
-    return Checked(False, text)
+    return Checked(False, tr(text, **values))
 
 
-def near(answer: Any, expected: float, within: float, mistakes: Mistakes | None = None) -> Checked:
-    """Whether a number is the expected positive one, give or take a share; else why not, or hot or cold."""
+def near(answer: Any, expected: float, within: float, mistakes: Mapping[str, float] = {}) -> Checked:
+    """Whether a number is the expected positive one, give or take a share; else why not, or hot or cold.
+
+    `mistakes`: by the hint that explains it, the number that a typical mistake gives.
+    """
     try:
         number = float(answer)
     except (TypeError, ValueError):
-        return wrong(tr("saw {answer!r}, expected a number", answer=answer))
+        return wrong("saw {answer!r}, expected a number", answer=answer)
     saw = tr("saw {number}", number=shown(number))
     if math.isclose(number, expected, rel_tol=within):
         return right(joined([saw, tr("expected {number}", number=shown(expected))]))
-    hint = _hint(number, expected, max(within, 1e-6), mistakes or {})
-    return wrong(joined([saw, hint], ":"))
-
-
-def _hint(number: float, expected: float, within: float, mistakes: Mistakes) -> str:
-    """The mistake that gives this number; or hot or cold, and where to go."""
-    for hint, mistake in mistakes.items():
-        if math.isclose(number, mistake, rel_tol=within):
-            return hint
     direction = tr("expected more") if number < expected else tr("expected less")
-    return joined([heat(number, expected), direction])
+    hint = joined([heat(number, expected), direction])
+    for told, mistake in mistakes.items():
+        if math.isclose(number, mistake, rel_tol=max(within, 1e-6)):
+            hint = told
+            break
+    return wrong(joined([saw, hint], ":"))
 
 
 def shown(number: float) -> str:
@@ -87,9 +84,9 @@ def heat(number: float, expected: float) -> str:
     return tr("warm") if times <= WARM else tr("cold")
 
 
-def not_among(answer: Any, choices: Iterable[str]) -> str:
+def not_among(answer: Any, choices: Iterable[str]) -> Checked:
     """The answer is none of the choices."""
-    return tr("saw {answer!r}, expected one of: {choices}", answer=answer, choices=", ".join(choices))
+    return wrong("saw {answer!r}, expected one of: {choices}", answer=answer, choices=", ".join(choices))
 
 
 @cache
@@ -103,7 +100,7 @@ def quiz(answer: str, stem: str) -> Checked:
     question = quizzes()[stem]
     told = question["told"]
     if answer not in told:
-        return wrong(not_among(answer, told))
+        return not_among(answer, told)
     return Checked(answer == question["right"], tr(told[answer]))
 
 
@@ -115,19 +112,19 @@ def halved_parts(answer: Sequence[str], whole: Mapping[str, float], half: Mappin
     shrinking = [part for part in whole if half[part] < whole[part]]
     for part in answer:
         if part not in whole:
-            return wrong(not_among(part, whole))
+            return not_among(part, whole)
         if part not in shrinking:
-            return wrong(tr("{part}: {size:.2f} GiB both times", part=part, size=whole[part]))
+            return wrong("{part}: {size:.2f} GiB both times", part=part, size=whole[part])
     missing = len(shrinking) - len(set(answer))
     if missing:
-        return wrong(tr("what you named shrinks; parts that are missing: {count}", count=missing))
-    return right(tr("these parts shrink, and no others"))
+        return wrong("what you named shrinks; parts that are missing: {count}", count=missing)
+    return right("these parts shrink, and no others")
 
 
 def longest_rows(answer: int, fits: Callable[[int], bool], step: int) -> Checked:
     """Lesson 01: the largest multiple of `step` tokens that rows may have for the training to fit."""
     if answer % step:
-        return wrong(tr("a multiple of {step} is expected", step=step))
+        return wrong("a multiple of {step} is expected", step=step)
     longest = 0
     while fits(longest + step):
         longest += step
@@ -142,16 +139,14 @@ def labels(answer: Sequence[int], ids: Sequence[int], first: int, tokens: Sequen
     given = [int(label) for label in answer]
     if len(given) != len(ids):
         return wrong(
-            tr(
-                "saw {saw} labels, expected {expected}: the tokens of the question have one each, too",
-                saw=len(given),
-                expected=len(ids),
-            )
+            "saw {saw} labels, expected {expected}: the tokens of the question have one each, too",
+            saw=len(given),
+            expected=len(ids),
         )
     expected = [IGNORED] * first + list(ids[first:])
     differing = [place for place, label in enumerate(given) if label != expected[place]]
     if not differing:
-        return right(tr("{trained} tokens are trained, {ignored} are not", trained=len(ids) - first, ignored=first))
+        return right("{trained} tokens are trained, {ignored} are not", trained=len(ids) - first, ignored=first)
     place = differing[0]
     if given[place] not in (IGNORED, ids[place]):
         hint = tr("a label is the id of its own token, or -100")
@@ -159,7 +154,7 @@ def labels(answer: Sequence[int], ids: Sequence[int], first: int, tokens: Sequen
         hint = tr("it belongs to the question and would be trained")
     else:
         hint = tr("it belongs to the answer and would not be trained")
-    return wrong(tr("label {place}, of the token {token!r}: {hint}", place=place, token=tokens[place], hint=hint))
+    return wrong("label {place}, of the token {token!r}: {hint}", place=place, token=tokens[place], hint=hint)
 
 
 def mended_rows(answer: Sequence[Any], broken: Sequence[Any]) -> Checked:
@@ -167,11 +162,11 @@ def mended_rows(answer: Sequence[Any], broken: Sequence[Any]) -> Checked:
     if problem := _first_problem(answer):
         return wrong(problem)
     if len(answer) != len(broken):
-        return wrong(tr("saw {saw} rows, expected {expected}", saw=len(answer), expected=len(broken)))
+        return wrong("saw {saw} rows, expected {expected}", saw=len(answer), expected=len(broken))
     for before, after in zip(broken, answer, strict=True):
         if _asked(before) != _asked(after):
-            return wrong(tr("the question {asked!r} has changed; only the mistake should go", asked=_asked(before)))
-    return right(tr("all {count} rows can be trained on", count=len(answer)))
+            return wrong("the question {asked!r} has changed; only the mistake should go", asked=_asked(before))
+    return right("all {count} rows can be trained on", count=len(answer))
 
 
 def own_rows(answer: Sequence[Any]) -> Checked:
@@ -183,21 +178,21 @@ def own_rows(answer: Sequence[Any]) -> Checked:
     if problem := _first_problem(answer):
         return wrong(problem)
     if len(answer) < OWN_ROWS:
-        return wrong(tr("saw {saw} rows, expected {expected} or more", saw=len(answer), expected=OWN_ROWS))
+        return wrong("saw {saw} rows, expected {expected} or more", saw=len(answer), expected=OWN_ROWS)
     texts = []
     for raw in answer:
         row: Any = data.check_row(data.Row("row", 1, raw))  # it was checked above
         texts.append(row_text(row.messages, row.tools))
     for number, text in enumerate(texts, 1):
         if len(text.answer.strip()) < SHORTEST_ANSWER:
-            return wrong(tr("row {number}: an answer of {answer!r} teaches nothing", number=number, answer=text.answer))
+            return wrong("row {number}: an answer of {answer!r} teaches nothing", number=number, answer=text.answer)
     for row, kept in find_repeated(NEAR_OVERLAP, len(texts), texts.__getitem__).items():
-        return wrong(tr("rows {kept} and {row} say nearly the same", kept=kept + 1, row=row + 1))
+        return wrong("rows {kept} and {row} say nearly the same", kept=kept + 1, row=row + 1)
     if len({text.question for text in texts}) < len(texts):
-        return wrong(tr("two rows ask the same question"))
+        return wrong("two rows ask the same question")
     if len({_form_of(text.answer) for text in texts}) > 1:
-        return wrong(tr("the answers have more than one form: JSON with the same keys in all of them, or prose in all"))
-    return right(tr("{count} rows, all different, all of one form", count=len(texts)))
+        return wrong("the answers have more than one form: JSON with the same keys in all of them, or prose in all")
+    return right("{count} rows, all different, all of one form", count=len(texts))
 
 
 def _first_problem(rows: Sequence[Any]) -> str:
@@ -261,15 +256,15 @@ def learning_rates(answer: Sequence[float], winner: float | None, losses: Mappin
     """Lesson 03: two learning rates far apart, and the one with the lower validation loss."""
     rates = sorted(answer)
     if len(rates) < 2:
-        return wrong(tr("it takes two learning rates to compare"))
+        return wrong("it takes two learning rates to compare")
     if rates[-1] < APART * rates[0]:
-        return wrong(tr("these are less than {times:g} times apart, and may differ by chance only", times=APART))
+        return wrong("these are less than {times:g} times apart, and may differ by chance only", times=APART)
     if winner not in rates:
-        return wrong(tr("saw {winner}, expected the better one of these: look at the figure", winner=winner))
+        return wrong("saw {winner}, expected the better one of these: look at the figure", winner=winner)
     lowest = min(rates, key=losses.__getitem__)
     if winner != lowest:
-        return wrong(tr("another one reached a lower validation loss, {loss:.3g}", loss=losses[lowest]))
-    return right(tr("it reached a validation loss of {loss:.3g}", loss=losses[lowest]))
+        return wrong("another one reached a lower validation loss, {loss:.3g}", loss=losses[lowest])
+    return right("it reached a validation loss of {loss:.3g}", loss=losses[lowest])
 
 
 # --- 04: the merged model ---------------------------------------------------------------------------------------------
@@ -282,7 +277,7 @@ def merged_weight(answer: Any, W: Any, A: Any, B: Any, scale: float) -> Checked:
     given = torch.as_tensor(answer)
     if given.shape != W.shape:
         saw = list(given.shape)
-        return wrong(tr("saw the shape {saw}, expected {expected}: B @ A has it", saw=saw, expected=list(W.shape)))
+        return wrong("saw the shape {saw}, expected {expected}: B @ A has it", saw=saw, expected=list(W.shape))
     change = scale * (B @ A)
     merged = W + change
     told = {
@@ -294,21 +289,20 @@ def merged_weight(answer: Any, W: Any, A: Any, B: Any, scale: float) -> Checked:
     for text, weight in told.items():
         if torch.allclose(given, weight, atol=1e-6):
             return Checked(weight is merged, text)
-    return wrong(tr("the shape is right, the numbers are not"))
+    return wrong("the shape is right, the numbers are not")
 
 
 def kl(answer: Any, p: Sequence[float], q: Sequence[float]) -> Checked:
     """Lesson 04: the KL divergence of two distributions in nats, the sum of p * ln(p / q)."""
-    logs = []
-    for a, b in zip(p, q, strict=True):
-        logs.append(math.log(a / b))
-    nats = sum(map(mul, p, logs))
-    differences = map(abs, map(sub, p, q))
+    import numpy as np
+
+    logs = np.log(p) - np.log(q)
+    nats = np.dot(p, logs)
     mistakes = {
-        tr("p and q are swapped: the terms are p * ln(p / q)"): -sum(map(mul, q, logs)),
+        tr("p and q are swapped: the terms are p * ln(p / q)"): -np.dot(q, logs),
         tr("these are bits: nats take the natural logarithm"): nats / math.log(2),
-        tr("this is the sum of the differences: a term is p times a logarithm"): sum(differences),
-        tr("this is the sum of the logarithms: each is weighted by its p"): sum(logs),
+        tr("this is the sum of the differences: a term is p times a logarithm"): abs(np.subtract(p, q)).sum(),
+        tr("this is the sum of the logarithms: each is weighted by its p"): logs.sum(),
     }
     return near(answer, nats, 0.01, mistakes)
 
@@ -317,7 +311,7 @@ def commonest_error(answer: str, right: Sequence[Mapping[str, bool]]) -> Checked
     """Lesson 04: the field that is wrong most often, by which fields of each answer are right."""
     errors = {field: sum(not fields[field] for fields in right) for field in right[0]}
     if answer not in errors:
-        return wrong(not_among(answer, errors))
+        return not_among(answer, errors)
     count = errors[answer]
     most = max(errors.values())
     told = tr(
@@ -418,11 +412,11 @@ def easy_sentence(answer: str, losses_of: Callable[[str], Sequence[float]]) -> C
     """Lesson 07: a sentence of one's own whose tokens, at least five, have a loss below 4 on average."""
     losses = losses_of(answer)
     if len(losses) < 5:
-        return wrong(tr("saw {tokens} tokens, expected five or more", tokens=len(losses)))
+        return wrong("saw {tokens} tokens, expected five or more", tokens=len(losses))
     loss = fmean(losses)
     if loss < 4:
-        return right(tr("saw a loss of {loss:.2f}", loss=loss))
-    return wrong(tr("saw a loss of {loss:.2f}, {more:.2f} too much: try words of the texts", loss=loss, more=loss - 4))
+        return right("saw a loss of {loss:.2f}", loss=loss)
+    return wrong("saw a loss of {loss:.2f}, {more:.2f} too much: try words of the texts", loss=loss, more=loss - 4)
 
 
 # --- 08: smaller files ------------------------------------------------------------------------------------------------
@@ -449,12 +443,12 @@ def export_format(answer: Sequence[str]) -> Checked:
 
     served, local = map(FORMATS.__getitem__, answer)
     if "vllm" not in served.load:
-        return wrong(tr("vLLM does not read the first one; see the column with what it runs on"))
+        return wrong("vLLM does not read the first one; see the column with what it runs on")
     if served.capability > (7, 5):  # of a T4
-        return wrong(tr("a T4 is older than Ampere, too old for the first one"))
+        return wrong("a T4 is older than Ampere, too old for the first one")
     if local.work != "gguf":
-        return wrong(tr("llama.cpp reads GGUF files, and the second one is none"))
-    return right(tr("both run there"))
+        return wrong("llama.cpp reads GGUF files, and the second one is none")
+    return right("both run there")
 
 
 # --- 09: speed --------------------------------------------------------------------------------------------------------
@@ -464,11 +458,11 @@ def highest_concurrency(answer: int, times: Mapping[int, float], limit: float) -
     """Lesson 09: the most requests at a time of which 90 % take no longer than a limit in milliseconds."""
     time = times[answer]
     if time > limit:
-        return wrong(tr("there 90 % take up to {time:,.1f} ms, longer than the limit", time=time))
+        return wrong("there 90 % take up to {time:,.1f} ms, longer than the limit", time=time)
     fitting = [users for users in times if times[users] <= limit]
     if answer < max(fitting):
-        return wrong(tr("more at a time still fit"))
-    return right(tr("there 90 % take {time:,.1f} ms at most", time=time))
+        return wrong("more at a time still fit")
+    return right("there 90 % take {time:,.1f} ms at most", time=time)
 
 
 def server_gain(answer: float, speeds: Mapping[int, float]) -> Checked:

@@ -10,7 +10,7 @@ from pathlib import Path
 from nbutils import config, install, models, platforms
 from nbutils.data import read
 from nbutils.errors import CourseError, DownloadFailed
-from nbutils.language import tr
+from nbutils.language import say, tr
 from nbutils.plan import gpus
 from nbutils.platforms import Folders, Platform, network
 
@@ -33,11 +33,11 @@ def fetch_inputs(model: str, data: str, profile: str) -> None:
     models.require_trainable(folder, models.config_of(folder, source))
     if remote:
         folder = fetch_model(folder, folders.work)
-    print(tr("model     {folder} ({reason})", folder=folder, reason=choice.reason))
+    say("model     {folder} ({reason})", folder=folder, reason=choice.reason)
     if hub_dataset:
         install.import_package("datasets")
     place = read.find_files(data)[0].parent if data else tr("the rows that come with the course")
-    print(tr("data      {place}", place=place))
+    say("data      {place}", place=place)
 
 
 def find_model(name: str) -> str:
@@ -68,12 +68,12 @@ def profile_here() -> str:
         return gpus.profile_for(gpu)
     profiles = [f"{name} ({config.load(name).model})" for name in ("laptop", *gpus.PROFILES)]
     raise CourseError(
-        tr("There is no GPU here, so PROFILE auto cannot say what you will train."),
-        todo=tr(
+        "There is no GPU here, so PROFILE auto cannot say what you will train.",
+        todo=(
             "Name a model, as in `python -m nbutils fetch Qwen2.5-7B`, or with --profile that of the GPU you will "
-            "rent: {profiles}.",
-            profiles=", ".join(profiles),
+            "rent: {profiles}."
         ),
+        profiles=", ".join(profiles),
     )
 
 

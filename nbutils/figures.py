@@ -107,7 +107,7 @@ def _axes(height: float, rows: int = 1, columns: int = 1, **options: Any) -> Any
 # --- 02: the data -----------------------------------------------------------------------------------------------------
 
 
-def token_labels(tokens: Sequence[str], ids: Sequence[int], labels: Sequence[int], path: Path | None = None) -> None:
+def token_labels(tokens: Sequence[str], ids: Sequence[int], labels: Sequence[int]) -> None:
     """A row as boxes: the text of each token, its id, and its label, green where it is trained.
 
     Example: figures.token_labels(["Hi", "<|im_end|>"], [13048, 151645], [-100, 151645])
@@ -131,7 +131,7 @@ def token_labels(tokens: Sequence[str], ids: Sequence[int], labels: Sequence[int
         axes.text(-0.6, -line, names, ha="right", color=GREY, **middle)
     axes.set(xlim=(-1.1, COLUMNS - 0.5), ylim=(0.5 - lines, 0.5))
     axes.axis("off")
-    show_figure(figure, path)
+    show_figure(figure)
 
 
 def lengths(lengths: Sequence[int], limit: int, path: Path | None = None) -> None:
@@ -156,7 +156,7 @@ def lengths(lengths: Sequence[int], limit: int, path: Path | None = None) -> Non
 # --- 03: the training -------------------------------------------------------------------------------------------------
 
 
-def levels(weights: Any, levels: Mapping[str, Sequence[float]], path: Path | None = None) -> None:
+def levels(weights: Any, levels: Mapping[str, Sequence[float]]) -> None:
     """How often weights have which value, and the values to which they are rounded, in a panel for each title.
 
     Example: figures.levels(shares, {"nf4": state.code, "fp4": other.code})
@@ -169,10 +169,10 @@ def levels(weights: Any, levels: Mapping[str, Sequence[float]], path: Path | Non
         axes.set_title(title, fontsize=10)
         axes.set_yticks([])
     axes.set_xlabel(tr("weight, as a share of the largest in its block of 64"))
-    show_figure(figure, path)
+    show_figure(figure)
 
 
-def matrices(matrices: Mapping[str, Any], path: Path | None = None) -> None:
+def matrices(matrices: Mapping[str, Any]) -> None:
     """Matrices as colours, to scale: orange below zero, violet above, white at zero.
 
     Example: figures.matrices({"W": weight, "B": b, "A": a})
@@ -191,7 +191,7 @@ def matrices(matrices: Mapping[str, Any], path: Path | None = None) -> None:
         )
         axes.set_title(title, fontsize=9)
         axes.axis("off")
-    show_figure(figure, path)
+    show_figure(figure)
 
 
 def _short(token: str, most: int = 9) -> str:

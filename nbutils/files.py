@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from nbutils.errors import CourseError
-from nbutils.language import tr
+from nbutils.language import say, tr
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -149,8 +149,9 @@ def complete_folder(target: Path, about: dict[str, Any]) -> Iterator[Path]:
         shutil.rmtree(replaced, ignore_errors=True)
     if stamp(target) is None:
         raise CourseError(
-            tr("{folder} was written, but it is not complete: the disk lost a part of it.", folder=target),
-            todo=tr("Run this cell again; on Google Drive, wait a minute first."),
+            "{folder} was written, but it is not complete: the disk lost a part of it.",
+            todo="Run this cell again; on Google Drive, wait a minute first.",
+            folder=target,
         )
 
 
@@ -172,8 +173,9 @@ def held(path: Path) -> Iterator[bool]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as problem:
             raise CourseError(
-                tr("Another process is writing {folder}.", folder=path),
-                todo=tr("Wait until it is done, or stop it."),
+                "Another process is writing {folder}.",
+                todo="Wait until it is done, or stop it.",
+                folder=path,
             ) from problem
         except OSError:
             locked = False
@@ -206,7 +208,7 @@ def lock(path: Path) -> BaseFileLock:
         if locked:
             return FileLock(path)
     path = path.with_suffix(".held")
-    print(tr("[WARN] This disk has no locks: {file} stands for one. If its machine is lost, delete it.", file=path))
+    say("[WARN] This disk has no locks: {file} stands for one. If its machine is lost, delete it.", file=path)
     return SoftFileLock(path)
 
 
@@ -217,8 +219,10 @@ def require_apart(target: Path, *sources: Path) -> None:
         source = path.resolve()
         if place.is_relative_to(source) or source.is_relative_to(place):
             raise CourseError(
-                tr("The result would go to {target}, and {source} is needed to make it.", target=target, source=source),
-                todo=tr("Name another folder for the result, neither inside {source} nor around it.", source=source),
+                "The result would go to {target}, and {source} is needed to make it.",
+                todo="Name another folder for the result, neither inside {source} nor around it.",
+                target=target,
+                source=source,
             )
 
 
@@ -229,8 +233,10 @@ def require_inside(folder: Path, paths: Iterable[Path]) -> None:
         target = Path(os.path.realpath(path))  # resolve() fails on a link to itself
         if target.parent.name != "blobs" and not target.is_relative_to(place):
             raise CourseError(
-                tr("{link} leads out of its folder, to {target}.", link=path, target=target),
-                todo=tr("If you trust it, copy the file to the place of the link; otherwise delete the link."),
+                "{link} leads out of its folder, to {target}.",
+                todo="If you trust it, copy the file to the place of the link; otherwise delete the link.",
+                link=path,
+                target=target,
             )
 
 
@@ -238,8 +244,9 @@ def _require_own_folder(place: Path) -> None:
     """Refuse a link, a file, or what another user made, where a folder is written."""
     if place.is_symlink() or place.is_file():
         raise CourseError(
-            tr("{path} is a link or a file, and a folder is written there.", path=place),
-            todo=tr("Check where it leads, then remove it or name another folder."),
+            "{path} is a link or a file, and a folder is written there.",
+            todo="Check where it leads, then remove it or name another folder.",
+            path=place,
         )
     require_own(place)
 
@@ -255,8 +262,10 @@ def _require_ours(target: Path) -> None:
             foreign.append(name)
     if foreign:
         raise CourseError(
-            tr("{folder} has files that were not made here ({names}).", folder=target, names=", ".join(foreign[:3])),
-            todo=tr("Move them elsewhere, or name another folder: they would be lost."),
+            "{folder} has files that were not made here ({names}).",
+            todo="Move them elsewhere, or name another folder: they would be lost.",
+            folder=target,
+            names=", ".join(foreign[:3]),
         )
 
 
@@ -276,11 +285,12 @@ def require_own(folder: Path) -> None:
         shared = os.path.lexists(place) and place.parent.stat().st_mode & stat.S_IWOTH
         if shared and place.lstat().st_uid != os.getuid():
             raise CourseError(
-                tr("{folder} belongs to another user of this machine.", folder=place),
-                todo=tr(
+                "{folder} belongs to another user of this machine.",
+                todo=(
                     "Name a folder in your home: for runs NBUTILS_HOME, for an environment NBUTILS_SERVE_ENV or "
                     "NBUTILS_EXPORT_ENV, for a model --out."
                 ),
+                folder=place,
             )
 
 
@@ -294,7 +304,9 @@ def make_folder(folder: Path) -> Path:
             probe.write(bytes(4096))  # an empty file also fits on a full disk
     except OSError as problem:
         raise CourseError(
-            tr("{folder} cannot be used: {problem}.", folder=folder, problem=problem.strerror),
-            todo=tr("Set NBUTILS_HOME to a folder you can write to."),
+            "{folder} cannot be used: {problem}.",
+            todo="Set NBUTILS_HOME to a folder you can write to.",
+            folder=folder,
+            problem=problem.strerror,
         ) from problem
     return folder

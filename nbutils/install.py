@@ -22,7 +22,7 @@ from packaging.version import Version
 from nbutils import platforms
 from nbutils.errors import CourseError
 from nbutils.files import DISTRIBUTION, read_json, sha256
-from nbutils.language import last_lines, tr
+from nbutils.language import last_lines, say, tr
 from nbutils.masking import without_secrets
 
 TORCH = ">=2.8"  # as in pyproject.toml; an older one is left alone: driver and CUDA of its image belong to it
@@ -55,15 +55,16 @@ def ensure(extra: str) -> None:
         return
     wheels = attached_wheels()
     source = wheels or tr("the package index")
-    print(tr("Installing for the lessons, from {source}: {names}", source=source, names=", ".join(missing)), flush=True)
+    say("Installing for the lessons, from {source}: {names}", source=source, names=", ".join(missing))
     before = versions()
     pip_install(missing, wheels)
     replaced = dict(before.items() - versions().items())
     loaded = [name for name in replaced if name.replace("-", "_") in sys.modules]
     if loaded:
         raise CourseError(
-            tr("{packages} was replaced while this kernel had the old version loaded.", packages=", ".join(loaded)),
-            todo=tr("Restart the kernel (Runtime > Restart) and run all cells again."),
+            "{packages} was replaced while this kernel had the old version loaded.",
+            todo="Restart the kernel (Runtime > Restart) and run all cells again.",
+            packages=", ".join(loaded),
         )
 
 
@@ -71,7 +72,7 @@ def _remove_blocker() -> None:
     """Remove a package beside which PEFT does not start."""
     if unsatisfied([BLOCKER]):
         return
-    print(tr("Removing {name}: PEFT refuses to start beside it, and no lesson uses it.", name=BLOCKER))
+    say("Removing {name}: PEFT refuses to start beside it, and no lesson uses it.", name=BLOCKER)
     command = [sys.executable, "-m", "pip", "uninstall", "-y", "-q", Requirement(BLOCKER).name]
     subprocess.run(command, check=True, env=without_secrets(os.environ))
 
@@ -101,7 +102,7 @@ def torch_todo() -> str:
 def import_package(name: str) -> Any:
     """A package that few downloads need, installed when it is first imported."""
     if importlib.util.find_spec(name) is None:
-        print(tr("Installing for this download: {name}", name=name), flush=True)
+        say("Installing for this download: {name}", name=name)
         pip_install([name])
     return importlib.import_module(name)
 
@@ -160,16 +161,14 @@ def pip_install(required: list[str], wheels: Path | None = None) -> None:
         importlib.invalidate_caches()
         return
     raise CourseError(
-        tr(
-            "pip could not install the missing packages from {source}:\n{tail}",
-            source=wheels or tr("the package index"),
-            tail=last_lines(done.stderr, 8),
-        ),
-        todo=tr(
+        "pip could not install the missing packages from {source}:\n{tail}",
+        todo=(
             "Switch the network on (Kaggle: Settings > Internet), or attach a folder that `make wheels "
             "IMAGE=freeze.txt` builds on any machine with a network (freeze.txt is what `pip freeze` "
             "prints here), then run this cell again."
         ),
+        source=wheels or tr("the package index"),
+        tail=last_lines(done.stderr, 8),
     )
 
 
@@ -191,7 +190,7 @@ def _run_pip(required: list[str], pinned: dict[str, str], wheels: Path | None) -
 
 def attached_wheels() -> Path | None:
     """The folder of wheels that NBUTILS_SOURCE is in, or an attached one, if it is exactly what its list says."""
-    markers = platforms.find_inputs(platforms.folders(platforms.detect()).inputs, MARKER)
+    markers = platforms.find_inputs(platforms.folders().inputs, MARKER)
     source = Path(os.environ.get("NBUTILS_SOURCE", ""))
     beside = source.parent / MARKER
     if source.suffix == ".whl" and beside.exists():
@@ -200,26 +199,22 @@ def attached_wheels() -> Path | None:
         return None
     if len(markers) > 1:
         raise CourseError(
-            tr(
-                "Several folders of wheels are attached: {folders}.",
-                folders=", ".join(str(marker.parent) for marker in markers),
-            ),
-            todo=tr("Detach the others, or set NBUTILS_SOURCE to the course's wheel in the one that is yours."),
+            "Several folders of wheels are attached: {folders}.",
+            todo="Detach the others, or set NBUTILS_SOURCE to the course's wheel in the one that is yours.",
+            folders=", ".join(str(marker.parent) for marker in markers),
         )
     folder = markers[0].parent
     problems = _wheel_problems(folder)
     if problems:
         raise CourseError(
-            tr(
-                "The attached folder of wheels {folder} is not what its list says: {problems}. Nothing was installed.",
-                folder=folder,
-                problems=", ".join(problems),
-            ),
-            todo=tr(
+            "The attached folder of wheels {folder} is not what its list says: {problems}. Nothing was installed.",
+            todo=(
                 "Upload the whole folder that `make wheels PYTHON_VERSION={python}` builds, or detach it and "
-                "switch the network on.",
-                python=PYTHON,
+                "switch the network on."
             ),
+            folder=folder,
+            problems=", ".join(problems),
+            python=PYTHON,
         )
     return folder
 

@@ -48,6 +48,11 @@ def tr(english: str, **values: Any) -> str:
     return printable(text.format(**values) if values else text)
 
 
+def say(english: str, **values: Any) -> None:
+    """Print a text in the language of the course; at once, also into a log that somebody follows."""
+    print(tr(english, **values), flush=True)
+
+
 def joined(parts: Iterable[str], mark: str = ",") -> str:
     """Texts in one line, with a comma, semicolon or colon of the language between them."""
     chinese = {",": "，", ";": "；", ":": "："}

@@ -37,10 +37,10 @@ from nbutils import (
 )
 from nbutils.config import Overrides, flat, settings_in, settings_text
 from nbutils.errors import CourseError, Unfinished
-from nbutils.exercises import Check
+from nbutils.exercises import Check, wrong
 from nbutils.files import NOTEBOOKS, make_folder, read_object, stamp
 from nbutils.hardware import GPU
-from nbutils.language import language, print_whatever, tr
+from nbutils.language import language, print_whatever, say, tr
 from nbutils.plan.recipe import BaseLosses, Begun
 from nbutils.platforms import Folders, Platform
 from nbutils.profiles import Resolved
@@ -115,7 +115,7 @@ class Lesson(Machine):
         rows = profiles.Rows.of(lengths, held_out)
         fitted = replace(self, resolved=profiles.fit(self.begun(), rows, losses))
         processes = distributed.world_size()
-        print(tr("recipe    {schedule}", schedule=profiles.schedule(fitted.profile.sft, rows, processes)))
+        say("recipe    {schedule}", schedule=profiles.schedule(fitted.profile.sft, rows, processes))
         if warning := profiles.few_steps_warning(fitted.profile, self.resolved.as_written, rows, processes):
             print(f"[WARN] {warning}")
         return fitted
@@ -144,10 +144,7 @@ class Lesson(Machine):
         if not self.run.has(stem):
             if stem != "02_data_prep" and not self.parameters.get("RUN_NAME"):
                 self._refuse_if_elsewhere(stem)
-            print(
-                tr("Lesson {lesson} has not run in {run} yet: running it now.", lesson=stem, run=self.run.path),
-                flush=True,
-            )
+            say("Lesson {lesson} has not run in {run} yet: running it now.", lesson=stem, run=self.run.path)
             self.launch([sys.executable, str(NOTEBOOKS / f"{stem}.py"), *self.arguments(stem)])
         if stem == "03_qlora":
             require_trained(self.run)
@@ -157,14 +154,12 @@ class Lesson(Machine):
         others = [name for name, run in record.runs(self.folders.keep).items() if run.has(stem)]
         if others:
             raise CourseError(
-                tr(
-                    "RUN_NAME is empty, and {run}, the run of this profile, has no result of lesson {lesson}. "
-                    "These runs have one: {others}.",
-                    run=self.run.name,
-                    lesson=stem,
-                    others=", ".join(others),
-                ),
-                todo=tr("Set RUN_NAME to the run you mean, or to the name of this one, which runs the lesson now."),
+                "RUN_NAME is empty, and {run}, the run of this profile, has no result of lesson {lesson}. "
+                "These runs have one: {others}.",
+                todo="Set RUN_NAME to the run you mean, or to the name of this one, which runs the lesson now.",
+                run=self.run.name,
+                lesson=stem,
+                others=", ".join(others),
             )
 
     def arguments(self, stem: str, **values: Any) -> list[str]:
@@ -195,19 +190,15 @@ class Lesson(Machine):
         """
         name = check.__name__
         if answer is None:
-            print(
-                tr("[todo] exercise {name}: put your answer in the place of None, and run this cell again", name=name)
-            )
+            say("[todo] exercise {name}: put your answer in the place of None, and run this cell again", name=name)
             return
         try:
             checked = check(answer, *given)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as problem:  # of another kind
-            checked = exercises.wrong(
-                tr("saw {answer!r:.200}, which cannot be checked: {problem}", answer=answer, problem=problem)
-            )
+            checked = wrong("saw {answer!r:.200}, which cannot be checked: {problem}", answer=answer, problem=problem)
         record.note_exercise(self.run.facts, self.stem, name, checked.right)
         mark = "[ OK ]" if checked.right else tr("[ no ]")
-        print(tr("{mark} exercise {name}: {told}", mark=mark, name=name, told=checked.text))
+        say("{mark} exercise {name}: {told}", mark=mark, name=name, told=checked.text)
 
     def finish(self, *measured: Any, **facts: Any) -> None:
         """Write the facts of each result, and further facts by name, to facts.json; print where that is.
@@ -232,13 +223,11 @@ class Lesson(Machine):
                 outdated = LESSONS_ABOUT_ADAPTER
         all_facts = record.update(self.run.facts, top, self.stem, entry, outdated)
         record.write_report(self.run.report, self.run.name, all_facts)
-        print(
-            tr(
-                "Lesson {lesson} done in {seconds:.0f} s. Facts: {facts}",
-                lesson=self.stem,
-                seconds=entry["seconds"],
-                facts=self.run.facts,
-            )
+        say(
+            "Lesson {lesson} done in {seconds:.0f} s. Facts: {facts}",
+            lesson=self.stem,
+            seconds=entry["seconds"],
+            facts=self.run.facts,
         )
         self._tell_exercises()
         status: notices.Status = "finished" if record.complete(entry) else "unfinished"
@@ -246,13 +235,13 @@ class Lesson(Machine):
 
     def _tell_exercises(self) -> None:
         """How many exercises of this lesson are solved, and which are not."""
-        facts = record.load_facts(self.run.facts)
+        facts = self.run.recorded
         asked = exercises.names_of(self.stem)
         todo = [name for name in asked if not facts.has_solved(self.stem, name)]
         done = len(asked) - len(todo)
-        print(tr("Exercises: {solved} of {all} solved", solved=done, all=len(asked)))
+        say("Exercises: {solved} of {all} solved", solved=done, all=len(asked))
         if todo:
-            print(tr("  to do: {names}", names=", ".join(todo)))
+            say("  to do: {names}", names=", ".join(todo))
 
 
 def _require_gpu(model: str) -> None:
@@ -260,50 +249,46 @@ def _require_gpu(model: str) -> None:
     known = models.course_model(model)
     if known and known.billions > LARGEST_ON_CPU:
         raise CourseError(
-            tr("The training of {model} needs a GPU, and there is none here.", model=known.name),
-            todo=tr(
+            "The training of {model} needs a GPU, and there is none here.",
+            todo=(
                 "Set PROFILE to auto, tiny or laptop, or use a machine with a GPU (Colab: Runtime > Change runtime "
                 "type). `python -m nbutils plan` lists GPUs to rent."
             ),
+            model=known.name,
         )
 
 
 def require_trained(run: RunFolder) -> None:
     """Refuse an adapter whose training is unfinished, or was on other rows than the run has now."""
-    trained = record.load_facts(run.facts).trained
+    trained = run.recorded.trained
     if trained.diverged:
         raise CourseError(
-            tr(
-                "The training of this run ended at step {step} of {steps}: its validation loss was not a number.",
-                step=trained.steps,
-                steps=trained.planned_steps,
-            ),
-            todo=tr(
+            "The training of this run ended at step {step} of {steps}: its validation loss was not a number.",
+            todo=(
                 "Run lesson 03 again with another RUN_NAME, and with sft.learning_rate on auto or a tenth of yours. To "
-                "use the best step so far, run it with MAX_STEPS = {step}.",
-                step=trained.steps,
+                "use the best step so far, run it with MAX_STEPS = {step}."
             ),
+            step=trained.steps,
+            steps=trained.planned_steps,
         )
     if not trained.ended:
         raise Unfinished(
-            tr(
-                "The training of this run has ended at step {step} of {steps}.",
-                step=trained.steps,
-                steps=trained.planned_steps,
-            ),
-            todo=tr(
+            "The training of this run has ended at step {step} of {steps}.",
+            todo=(
                 "Run lesson 03 again, unchanged, which continues it. To use the adapter as it is, run lesson "
-                "03 with MAX_STEPS = {step}.",
-                step=trained.steps,
+                "03 with MAX_STEPS = {step}."
             ),
+            step=trained.steps,
+            steps=trained.planned_steps,
         )
     adapter = stamp(run.adapter) or {}
     rows = read_object(run.data / "data_card.json").get("fingerprint")
     trained_on = adapter.get("fingerprint", {}).get("data")
     if rows and trained_on and rows != trained_on:
         raise CourseError(
-            tr("The adapter of this run was trained on other rows than {data} holds now.", data=run.data),
-            todo=tr("Train on these rows with another RUN_NAME, or put the former data folder back."),
+            "The adapter of this run was trained on other rows than {data} holds now.",
+            todo="Train on these rows with another RUN_NAME, or put the former data folder back.",
+            data=run.data,
         )
 
 
@@ -361,20 +346,18 @@ def _prepare_process(stem: str) -> None:
 def _introduce(lesson: Lesson) -> None:
     """Print what a lesson starts with."""
     resolved = lesson.resolved
-    print(
-        tr(
-            "profile   {name}: {reason}\nmodel     {model}\nrun       {folder}",
-            name=resolved.name,
-            reason=resolved.choices["profile"].reason,
-            model=resolved.model,
-            folder=lesson.run.path,
-        )
+    say(
+        "profile   {name}: {reason}\nmodel     {model}\nrun       {folder}",
+        name=resolved.name,
+        reason=resolved.choices["profile"].reason,
+        model=resolved.model,
+        folder=lesson.run.path,
     )
     if lesson.parameters.get("DATA") and models.bundled_name(resolved.model):
-        print(tr('[WARN] the tiny model learns only its sample task: PROFILE "laptop" is for rows of your own'))
+        say('[WARN] the tiny model learns only its sample task: PROFILE "laptop" is for rows of your own')
     if distributed.strategy():
         strategy = distributed.strategy_name(str(resolved.profile.method))
-        print(tr("engine    {engine}, processes: {count}", engine=strategy, count=distributed.world_size()))
+        say("engine    {engine}, processes: {count}", engine=strategy, count=distributed.world_size())
 
 
 def collect(stem: str, namespace: Facts) -> Facts:
@@ -425,7 +408,7 @@ def check(values: Facts, types: ParameterTypes) -> Facts:
         raise CourseError(
             seen,
             allowed=allowed,
-            todo=tr("Correct it in the parameters cell, after -p, or after --NAME of a script."),
+            todo="Correct it in the parameters cell, after -p, or after --NAME of a script.",
         ) from problem
 
 
@@ -435,25 +418,23 @@ def find_machine(parameters: RunParameters, test_gpu: bool = True) -> Machine:
     gpu = hardware.gpu()
     if gpu is None:  # nothing is compiled for a CPU; this saves the two seconds in which bitsandbytes imports dynamo
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    print(tr("platform  {name} ({evidence})", name=platform.name, evidence=tr(platform.evidence)))
+    say("platform  {name} ({evidence})", name=platform.name, evidence=tr(platform.evidence))
     # without a GPU, `auto` takes the bundled model: no hub is needed
     is_bundled = parameters.profile in ("auto", *models.bundled()) and not parameters.model
     if line := platforms.prepare_network(platform, probe=gpu is not None or not is_bundled):
         print(line)
     if platform.name == "colab":
-        print(tr("drive     {status}", status=platforms.mount_drive()))
+        say("drive     {status}", status=platforms.mount_drive())
     folders = platforms.folders(platform)
     if not folders.lasting:
-        print(
-            tr(
-                "[WARN] {folder} may go away with this machine: download what you want to keep ({remark})",
-                folder=folders.keep,
-                remark=folders.remark,
-            )
+        say(
+            "[WARN] {folder} may go away with this machine: download what you want to keep ({remark})",
+            folder=folders.keep,
+            remark=folders.remark,
         )
     if moved := platforms.use_model_cache(platform, folders):
-        print(tr("cache     {status}", status=moved))
-    print(tr("gpu       {gpu}", gpu=gpu or tr("none: this machine trains on its CPU")))
+        say("cache     {status}", status=moved)
+    say("gpu       {gpu}", gpu=gpu or tr("none: this machine trains on its CPU"))
     if test_gpu:
         hardware.require_working(gpu)
     return Machine(platform, folders, gpu)
@@ -470,7 +451,7 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
         parameters = parameters.model_copy(update={"run_name": unfinished_run(folders.keep)})
     beginning = RunFacts()
     if leaves_open and parameters.run_name:
-        beginning = record.load_facts(_find_run(parameters, folders, profile="").facts)
+        beginning = _find_run(parameters, folders, profile="").recorded
     resolved = profiles.resolve(
         beginning.profile_source or parameters.profile,
         beginning.model or parameters.model,
@@ -484,7 +465,7 @@ def open_run(parameters: RunParameters, machine: Machine) -> tuple[RunFolder, Re
         for name in ("profile", "model"):
             resolved.choices[name] = replace(resolved.choices[name], reason=tr("this run began with it"))
     run = _find_run(parameters, folders, resolved.name)
-    if method := record.load_facts(run.facts).trained.settings.get("method"):
+    if method := run.recorded.trained.settings.get("method"):
         resolved = profiles.fit(replace(resolved, begun=Begun(method=method)), None)
     resolved = replace(resolved, set_values=_settings_of_run(parameters, run))
     make_folder(run.path)
@@ -512,15 +493,13 @@ def unfinished_run(keep: Path) -> str:
     """The name of the newest unfinished run that `auto` began for any GPU; empty if there is none."""
     for run in record.runs(keep).values():
         with suppress(CourseError):  # a run with an invalid facts.json is passed over
-            facts = record.load_facts(run.facts)
+            facts = run.recorded
             finished = facts.trained.planned_steps and facts.trained.ended
             needs_gpu = facts.profile not in models.bundled()
             if facts.by_auto and needs_gpu and not finished and _has_checkpoint(run.checkpoints):
-                print(
-                    tr(
-                        "run {run} was begun here and is not finished: it goes on. PROFILE or RUN_NAME begins another.",
-                        run=run.name,
-                    )
+                say(
+                    "run {run} was begun here and is not finished: it goes on. PROFILE or RUN_NAME begins another.",
+                    run=run.name,
                 )
                 return run.name
     return ""
@@ -534,7 +513,7 @@ def _settings_of_run(parameters: RunParameters, run: RunFolder) -> Facts:
     """SET; if empty, the one this run started with, unless another profile is named or the run starts over."""
     if parameters.set:
         return settings_in(parameters.set)
-    beginning = record.load_facts(run.facts)
+    beginning = run.recorded
     if parameters.resume == "never" or parameters.profile not in ("auto", beginning.profile, beginning.profile_source):
         return {}
     return beginning.set
@@ -569,7 +548,7 @@ def _adopt_earlier(run: RunFolder, folders: Folders, parameters: RunParameters) 
                 facts.get("set", {}).pop("course.data", None)  # it chooses no data of this machine
             make_folder(run.path)
             record.note_beginning(run.facts, facts, by_auto=False)
-            print(tr("facts     copied from {file}", file=former.facts))
+            say("facts     copied from {file}", file=former.facts)
         if former.has("02_data_prep") and not any(run.data.glob("*")):
             _copy_data(former.data, run.data)
 
@@ -579,30 +558,29 @@ def _refuse_links(*parts: Path) -> None:
     for part in parts:
         if part.is_symlink():
             raise CourseError(
-                tr("{path} of an attached run is a link, which could lead anywhere.", path=part),
-                todo=tr("Detach that run, or choose another RUN_NAME."),
+                "{path} of an attached run is a link, which could lead anywhere.",
+                todo="Detach that run, or choose another RUN_NAME.",
+                path=part,
             )
 
 
 def _require_trusted(run: RunFolder, parameters: RunParameters) -> None:
     """Refuse an attached run with a model or profile that is neither the course's own nor named by the learner."""
-    facts = record.load_facts(run.facts)
+    facts = run.recorded
     model = facts.model
     profile = facts.profile_source
     knows_model = model in ("", parameters.model) or models.bundled_name(model) or models.course_model(model)
     if not knows_model or profile not in ("", parameters.profile, *profiles.names()):
         raise CourseError(
-            tr(
-                "The attached run in {folder} was started with MODEL = {model!r} and PROFILE = {profile!r}. They are "
-                "not both part of the course.",
-                folder=run.path,
-                model=model,
-                profile=profile,
-            ),
-            todo=tr(
+            "The attached run in {folder} was started with MODEL = {model!r} and PROFILE = {profile!r}. They are "
+            "not both part of the course.",
+            todo=(
                 "If you trust that run, set these in the parameters cell; otherwise detach it or choose "
                 "another RUN_NAME."
             ),
+            folder=run.path,
+            model=model,
+            profile=profile,
         )
 
 

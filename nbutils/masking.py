@@ -50,6 +50,12 @@ def mask_secrets(text: str) -> str:
     return text
 
 
+def describe(problem: BaseException) -> str:
+    """The kind of an error and what it says, without secrets."""
+    said = str(problem).strip()
+    return mask_secrets(f"{type(problem).__name__}: {said}")
+
+
 def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables of a process that needs no key of the learner's; an address to install from may hold one."""
     return {name: text for name, text in variables.items() if not SECRET_NAME.search(name) and name != "NBUTILS_SOURCE"}

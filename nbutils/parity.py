@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, Field
 
 from nbutils import evaluation, files
+from nbutils.chat import Row
 from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.evaluation.evaluator import FOLDER, Evaluator, Facts, digest
-from nbutils.evaluation.inference import Row, Tokens, end_logits, in_batches
+from nbutils.evaluation.inference import Tokens, end_logits, in_batches
 from nbutils.evaluation.placement import Placement
 from nbutils.language import tr
 from nbutils.record import RunFolder
@@ -99,8 +100,8 @@ def measure(model: Any, fixed: FixedSet, batch_size: int = HELD_OUT_ROWS + GENER
     log_probs = torch.cat([top.values for top in likeliest]).cpu()
     if torch.isnan(log_probs).any():
         raise CourseError(
-            tr("The model's logits contain NaN or infinity: a value overflowed its precision."),
-            todo=tr("Use another dtype (float32, or bfloat16 where the GPU supports it), or another model."),
+            "The model's logits contain NaN or infinity: a value overflowed its precision.",
+            todo="Use another dtype (float32, or bfloat16 where the GPU supports it), or another model.",
         )
     return Predictions(log_probs, torch.cat([top.indices for top in likeliest]).cpu())
 
@@ -155,7 +156,7 @@ class PredictionStore(BaseModel):
     """The predictions of each form of a model on the fixed set: a file for each, and parity.json for the rest."""
 
     mark: str  # digest of the texts and of `about`; the files of predictions that belong here have the same
-    about: dict[str, Any]  # the stamp of the merged model: which one it is, and what it was merged into
+    about: Facts  # the stamp of the merged model: which one it is, and what it was merged into
     fixed: FixedSet
     folder: Path = Field(exclude=True)  # in the run; parity.json lies beside it
     forms: dict[str, Any] = Field(default={}, exclude=True)  # Predictions by the name of the form
@@ -218,8 +219,10 @@ def load_predictions(run: Path, merged: Path) -> PredictionStore:
         if "merged" in store.forms and store.about == files.stamp(merged):
             return store
     raise CourseError(
-        tr("No predictions of {merged} are stored in {file}.", merged=merged, file=parity_file),
-        todo=tr("Run lesson 04."),
+        "No predictions of {merged} are stored in {file}.",
+        todo="Run lesson 04.",
+        merged=merged,
+        file=parity_file,
     )
 
 
@@ -303,7 +306,7 @@ class ParityReport:
         if not self.holds:
             raise CourseError(
                 str(self),
-                todo=tr(
+                todo=(
                     "What fails is nearer to the base than to what it must equal, or further from it than rounding "
                     "explains. Serve the folder that lesson 04 wrote. If the merged model fails, check that adapter "
                     "and base belong together, or train longer: an adapter that hardly learned is lost in rounding."
@@ -345,9 +348,10 @@ def require_same_tokens(adapter: Path, folder: Path, rows: Sequence[Row]) -> Non
         expected = trained.apply_chat_template(row["messages"], return_dict=False)
         if served.apply_chat_template(row["messages"], return_dict=False) != expected:
             raise CourseError(
-                tr("The tokenizer in {folder} tokenizes differently from the one used in training.", folder=folder),
-                todo=tr(
+                "The tokenizer in {folder} tokenizes differently from the one used in training.",
+                todo=(
                     "Save the training's tokenizer beside the adapter (tokenizer.save_pretrained), delete the "
                     "merged folder and merge again."
                 ),
+                folder=folder,
             )

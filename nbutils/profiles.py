@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from nbutils import config, distributed, hardware, models
 from nbutils.config import Document, Overrides, Profile, flat, load, names
@@ -67,7 +66,7 @@ class Resolved:
     rows: Rows | None = None  # those it is settled for
     set_values: Settings = field(default_factory=dict)  # what SET replaced in the profile
     begun: Begun = field(default_factory=Begun)  # what a resumed run keeps of its first session
-    config: dict[str, Any] = field(default_factory=dict, repr=False)  # the model's, before it is downloaded
+    config: models.Config = field(default_factory=dict, repr=False)  # the model's, before it is downloaded
 
     @property
     def shape(self) -> Shape | None:
@@ -165,8 +164,10 @@ def _read(name: str, overrides: Callable[[str], Overrides], gpu: GPU | None) -> 
     too_new = NEED_BFLOAT16.intersection([load.dtype, load.attn_implementation])
     if gpu and gpu.capability < hardware.BF16_FROM and too_new:
         raise CourseError(
-            tr("{gpu} does not support {values}.", gpu=gpu, values=joined(sorted(too_new))),
-            todo=tr("Set them to auto, in SET or in a copy of the profile, or use another machine."),
+            "{gpu} does not support {values}.",
+            todo="Set them to auto, in SET or in a copy of the profile, or use another machine.",
+            gpu=gpu,
+            values=joined(sorted(too_new)),
         )
     return document
 

@@ -19,7 +19,7 @@ def solved(keep: Path) -> Solved:
     """The exercises that a run in this folder has solved."""
     done: Solved = {stem: [] for stem in OF_LESSON}
     for run in record.runs(keep).values():
-        facts = record.load_facts(run.facts)
+        facts = run.recorded
         for stem, names in done.items():
             for name in names_of(stem):
                 if facts.has_solved(stem, name) and name not in names:
@@ -46,13 +46,14 @@ def course_done(solved: Solved) -> bool:
 def write_certificate(keep: Path, solved: Solved, name: str) -> Path:
     """The certificate, from the newest run that lesson 04 has judged."""
     for run in record.runs(keep).values():
-        facts = record.load_facts(run.facts)
+        facts = run.recorded
         if facts.evaluation.verdict:
             break
     else:
         raise CourseError(
-            tr("No run in {folder} has a verdict.", folder=keep),
-            todo=tr("Run lesson 04 of the run that the certificate should tell of."),
+            "No run in {folder} has a verdict.",
+            todo="Run lesson 04 of the run that the certificate should tell of.",
+            folder=keep,
         )
     page = display.render(
         "certificate.html",

@@ -19,7 +19,7 @@ from nbutils.errors import CourseError
 from nbutils.files import DISTRIBUTION, read_json, read_object, stamp, write_json, write_text
 from nbutils.language import joined, tr
 from nbutils.masking import KEY, MASK, mask_secrets
-from nbutils.platforms import detect, folders
+from nbutils.platforms import folders
 
 PACKAGES = (
     DISTRIBUTION,
@@ -158,6 +158,11 @@ class RunFolder:
         self.report = path / "report.md"  # the facts for people
 
     @property
+    def recorded(self) -> RunFacts:
+        """The facts so far, with the types of what is read again."""
+        return RunFacts.model_validate(read_facts(self.facts))
+
+    @property
     def merged(self) -> Path:
         """The merged model: here, or where lesson 04 found room for it on this machine."""
         place = read_object(self.elsewhere).get("folder")
@@ -184,14 +189,14 @@ def runs(keep: Path) -> dict[str, RunFolder]:
 
 def find_run(name: str) -> RunFolder:
     """A run by its name, or by the path of its folder."""
-    keep = folders(detect()).keep
+    keep = folders().keep
     known = runs(keep)
     run = known.get(name) or RunFolder(Path(name).expanduser())
     if not run.facts.is_file():
         raise CourseError(
             tr("There is no run {run!r} in {folder}.", run=name, folder=keep),
             allowed=", ".join(sorted(known)),
-            todo=tr("Name one of these or the path of a run folder, or set NBUTILS_HOME to the folder of your runs."),
+            todo="Name one of these or the path of a run folder, or set NBUTILS_HOME to the folder of your runs.",
         )
     return run
 
@@ -217,12 +222,13 @@ def reading(path: Path) -> Iterator[None]:
             place = ".".join(map(str, first["loc"]))
             seen = f"{place}: {first['msg']}".lstrip(": ")
         raise CourseError(
-            tr("{file} cannot be read: {problem}.", file=path, problem=seen),
-            todo=tr(
+            "{file} cannot be read: {problem}.",
+            todo=(
                 "Move {file} out of the run folder, then run the lesson again. If it is of a checkpoint, set "
-                "RESUME to the step of an earlier one.",
-                file=path,
+                "RESUME to the step of an earlier one."
             ),
+            file=path,
+            problem=seen,
         ) from problem
 
 
@@ -238,11 +244,6 @@ def read_facts(path: Path) -> Facts:
             if name in place:
                 place[name] = former_names.translated(place[name])
     return facts
-
-
-def load_facts(path: Path) -> RunFacts:
-    """The same with the types of what is read again."""
-    return RunFacts.model_validate(read_facts(path))
 
 
 def note_beginning(path: Path, top: Facts, by_auto: bool) -> None:
@@ -266,7 +267,7 @@ def outcome(verdict: str, general: str) -> str:
 def summary(run: RunFolder) -> str:
     """Where everything of a run is, and whether the tuning helped."""
     lines = [tr("results      {folder}: report.md, facts.json, notebooks", folder=run.path)]
-    evaluation = load_facts(run.facts).evaluation
+    evaluation = run.recorded.evaluation
     if evaluation.verdict:
         verdict = outcome(evaluation.verdict, evaluation.general.verdict)
         page = run.path / "evaluation" / "report.html"

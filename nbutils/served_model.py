@@ -190,12 +190,14 @@ def serving_dtype(
         fits = fit(gib, gpu)
     if not fits:
         raise CourseError(
-            tr("{folder} has {gib:.1f} GiB of weights, too much for this machine.", folder=folder, gib=gib),
-            todo=tr(
+            "{folder} has {gib:.1f} GiB of weights, too much for this machine.",
+            todo=(
                 'Set EXPORTS = "w4a16" in lesson 08 and FOLDER = "{small}" here, or take a larger or newer '
-                "GPU (T4 or later).",
-                small=folder.parent / "exports/w4a16",
+                "GPU (T4 or later)."
             ),
+            folder=folder,
+            gib=gib,
+            small=folder.parent / "exports/w4a16",
         )
     return dtype, None
 
@@ -207,13 +209,12 @@ def _require_kernels(export: Export, gpu: hardware.GPU | None, engine: str) -> N
     if capability >= form.capability and engine != "transformers" and form.load.startswith("vllm"):
         return
     raise CourseError(
-        tr(
-            "{folder} has {name} weights, and {engine} on {gpu} cannot compute with them.",
-            folder=export.folder,
-            name=form.name,
-            engine=engine,
-            gpu=gpu.name if gpu else "CPU",
-        ),
-        allowed=tr("{name} runs in: {runs}", name=form.name, runs=tr(form.runs)),
-        todo=tr("Serve the merged model (leave FOLDER empty), or set EXPORTS to another format in lesson 08."),
+        "{folder} has {name} weights, and {engine} on {gpu} cannot compute with them.",
+        allowed="{name} runs in: {runs}",
+        todo="Serve the merged model (leave FOLDER empty), or set EXPORTS to another format in lesson 08.",
+        folder=export.folder,
+        name=form.name,
+        engine=engine,
+        gpu=gpu.name if gpu else "CPU",
+        runs=tr(form.runs),
     )

@@ -42,8 +42,9 @@ class Upload:
         """Refuse a repository that is there already and is public, or does not say what it is."""
         if is_private is not True:
             raise CourseError(
-                tr("{name} exists already and is public, or does not say that it is private.", name=self.name),
-                todo=tr("Choose another name, make it private on its page, or push with private=False (--public)."),
+                "{name} exists already and is public, or does not say that it is private.",
+                todo="Choose another name, make it private on its page, or push with private=False (--public).",
+                name=self.name,
             )
 
 
@@ -59,8 +60,11 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
     token = platforms.secret(host.secret)
     if not token:
         raise CourseError(
-            tr("Pushing to {to} needs {secret}, which was not found.", to=to, secret=host.secret),
-            todo=tr("Create one at {get_token} and store it under that name.", get_token=host.get_token),
+            "Pushing to {to} needs {secret}, which was not found.",
+            todo="Create one at {get_token} and store it under that name.",
+            to=to,
+            secret=host.secret,
+            get_token=host.get_token,
         )
     try:
         with tempfile.TemporaryDirectory(prefix="nbutils-push-") as stage:
@@ -70,14 +74,16 @@ def prepared(folder: str | Path, to: str) -> Iterator[Upload]:
     except CourseError:
         raise
     except Exception as problem:
-        reason = f"{type(problem).__name__}: {masking.mask_secrets(str(problem))[:300]}"
+        reason = masking.describe(problem)[:300]
         error = CourseError(
-            tr("The upload to {to} failed: {reason}", to=to, reason=reason),
-            todo=tr(
+            "The upload to {to} failed: {reason}",
+            todo=(
                 "Check name and token ({get_token}), and install the package if it is missing; what was "
-                "uploaded already is not sent again.",
-                get_token=host.get_token,
+                "uploaded already is not sent again."
             ),
+            to=to,
+            reason=reason,
+            get_token=host.get_token,
         )
         raise error from None  # the original may hold the token in its request
 
@@ -89,8 +95,9 @@ def _model_files(folder: Path) -> tuple[list[Path], float]:
     has_broken_links = not all(file.is_file() for file in parts)
     if has_broken_links or not has_model:
         raise CourseError(
-            tr("{folder} lacks config.json or a GGUF file, or has broken links.", folder=folder),
-            todo=tr("Give the merged folder of a run, or one of its exports."),
+            "{folder} lacks config.json or a GGUF file, or has broken links.",
+            todo="Give the merged folder of a run, or one of its exports.",
+            folder=folder,
         )
     files.require_inside(folder, parts)
     for file in folder.glob("*.safetensors"):
@@ -167,11 +174,12 @@ def parse_target(to: str) -> tuple[str, str]:
     kind, _, name = to.strip().partition(":")
     if kind not in HOSTS or not HUB_ID.fullmatch(name):
         raise CourseError(
-            tr("The target is {to!r}.", to=to),
-            todo=tr(
+            "The target is {to!r}.",
+            todo=(
                 "Write hub:owner/name or modelscope:owner/name, with your own account as owner; for one file "
                 '"file" in PUSH_TO, NAME.tar in the command.'
             ),
+            to=to,
         )
     return kind, name
 
@@ -238,7 +246,9 @@ def single_file(folder: str | Path, out: str | Path | None = None) -> str:
     checksum = out.with_name(f"{out.name}.sha256")
     if os.path.lexists(out) and not checksum.is_file():  # not made here
         raise CourseError(
-            tr("{file} exists, and was not made here.", file=out), todo=tr("Name another file, or move that one away.")
+            "{file} exists, and was not made here.",
+            todo="Name another file, or move that one away.",
+            file=out,
         )
     files.require_apart(out, folder)
     files.make_folder(out.parent)

@@ -6,7 +6,6 @@ Never a prompt, never a lost run. `LiveNumbers` also writes what it shows to `pr
 from __future__ import annotations
 
 import io
-import math
 import os
 import socket
 import sys
@@ -15,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
@@ -24,11 +24,12 @@ from pydantic import BaseModel, FiniteFloat, TypeAdapter, ValidationError
 
 from nbutils import display, distributed, hardware, install, platforms
 from nbutils.config import SFT
+from nbutils.display import Point, finite
 from nbutils.files import fs_root, make_folder, read_json, read_object, write_json
-from nbutils.language import joined, tr
+from nbutils.language import joined, say, tr
 from nbutils.masking import mask_secrets
 from nbutils.plan import gpus
-from nbutils.record import reading
+from nbutils.record import Facts, reading
 
 SHORTEST, LONGEST = 5.0, 300.0  # seconds between two lines, which become rarer
 SILENT = 600.0  # seconds without an update after which a training on another machine is taken for dead
@@ -37,9 +38,9 @@ PANEL = "root/tf-logs"  # the folder that AutoDL's TensorBoard shows
 PROJECT = "finetune-course"
 USUAL = ("tensorboard", "wandb", "swanlab")  # unless a profile names others
 SWANLAB = "swanlab>=0.10"  # earlier ones have other names for the settings
-Curve = list[tuple[int, float]]  # (step, loss)
+Curve = list[Point]
 POINTS = TypeAdapter(list[tuple[float, float]])
-Log = Sequence[dict[str, Any]]  # of a trainer
+Log = Sequence[Facts]  # of a trainer
 State = Literal["training", "finished", "stopped", "failed", "died"]  # none writes the last: `trainings` finds it
 
 
@@ -94,7 +95,7 @@ def _begin_swanlab(logs: Path, run: str) -> str:
         return ""
     os.environ |= {"SWANLAB_INTERACTIVE": "false", "SWANLAB_TERMINAL_PROXY_TYPE": "none"}
     if install.unsatisfied([SWANLAB]):
-        print(tr("[WARN] SwanLab is not used: it is not installed (pip install '{package}').", package=SWANLAB))
+        say("[WARN] SwanLab is not used: it is not installed (pip install '{package}').", package=SWANLAB)
         return ""
     import swanlab
 
@@ -148,13 +149,13 @@ def end_trackers(logs: Path) -> None:
 
     if wandb.run is not None and wandb.run.offline:
         wandb.finish()
-        print(tr("W&B offline; upload it later: wandb sync {logs}/wandb/offline-*", logs=logs))
+        say("W&B offline; upload it later: wandb sync {logs}/wandb/offline-*", logs=logs)
     swanlab = sys.modules.get("swanlab")
     if swanlab and swanlab.has_run():
         is_offline = swanlab.get_run().mode == "offline"
         swanlab.finish()
         if is_offline:
-            print(tr("SwanLab offline; upload it later: swanlab sync {logs}/swanlab/run-*", logs=logs))
+            say("SwanLab offline; upload it later: swanlab sync {logs}/swanlab/run-*", logs=logs)
 
 
 def loss_history(log_history: Log) -> Curve:
@@ -179,10 +180,9 @@ def read_history(path: Path, key: str = "") -> Log:
     return log
 
 
-def best_of(validation: Curve) -> tuple[int, float] | None:
+def best_of(validation: Curve) -> Point | None:
     """The step with the lowest finite loss."""
-    finite = [point for point in validation if math.isfinite(point[1])]
-    return min(finite, key=lambda point: point[1], default=None)
+    return min(finite(validation), key=itemgetter(1), default=None)
 
 
 def write_history(log_history: Log, path: Path) -> None:
@@ -190,7 +190,7 @@ def write_history(log_history: Log, path: Path) -> None:
     curves = {"loss": loss_history(log_history), "eval_loss": validation_history(log_history)}
     points = []
     for name, curve in curves.items():
-        points += [{"step": step, name: loss} for step, loss in curve if math.isfinite(loss)]
+        points += [{"step": step, name: loss} for step, loss in finite(curve)]
     write_json(path, points)
 
 
@@ -201,8 +201,8 @@ class Progress(BaseModel):
     step: int
     steps: int  # 0 before the first
     left: FiniteFloat | None = None
-    loss: tuple[int, float] | None = None
-    validation: tuple[int, float] | None = None
+    loss: Point | None = None
+    validation: Point | None = None
     tokens_per_second: float = 0.0
     peak_gib: float = 0.0  # of memory
     cost: dict[str, float] = {}  # by currency
@@ -308,7 +308,7 @@ class LiveNumbers:
         if monotonic() - self.written_at >= SHORTEST:
             self.write(self.progress(state))
 
-    def on_log(self, state: Any, logs: dict[str, Any]) -> None:
+    def on_log(self, state: Any, logs: Facts) -> None:
         """There are new numbers."""
         if "loss" not in logs:
             return

@@ -36,14 +36,15 @@ def describe_state(progress: Progress) -> str:
 
 def find_training(name: str) -> tuple[Path, Progress]:
     """The folder and training of a run (its name or folder); without one that which trains now, or else the newest."""
-    folders = platforms.folders(platforms.detect())
+    folders = platforms.folders()
     folder = Path(name).expanduser()
     keep = folder.parent if name and folder.is_dir() else folders.keep
     newest = trainings(folders.scratch, keep, run=folder.name or "*")  # copied to the run folder with each checkpoint
     if not newest:
         raise CourseError(
-            tr("No training has left its progress in {folder}.", folder=keep / name),
-            todo=tr("Name a run, set NBUTILS_HOME to the folder of your runs, or start lesson 03."),
+            "No training has left its progress in {folder}.",
+            todo="Name a run, set NBUTILS_HOME to the folder of your runs, or start lesson 03.",
+            folder=keep / name,
         )
     run, progress = max(newest.items(), key=lambda training: (training[1].state == "training", training[1].updated))
     return keep / run, progress

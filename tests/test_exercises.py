@@ -468,7 +468,7 @@ def test_an_answer_is_told_and_kept_and_stays_solved(started: Any, capsys: pytes
     assert "Exercises: 1 of 4 solved" in capsys.readouterr().out
     again = started()
     again.finish()
-    noted = record.load_facts(again.run.facts).exercises["02_data_prep"]["labels"]
+    noted = again.run.recorded.exercises["02_data_prep"]["labels"]
     assert (noted.right, noted.tries) == (True, 3)
 
 

@@ -40,6 +40,11 @@ def calls(file: Path, *names: str) -> Iterator[ast.Call]:
 ERRORS = ("CourseError", "DownloadFailed", "StoppedByHand", "Unfinished")
 
 
+def texts_of(error: ast.Call) -> list[ast.expr]:
+    """What an error is given to translate."""
+    return [error.args[0], *(keyword.value for keyword in error.keywords if keyword.arg in ("todo", "allowed"))]
+
+
 EVERY_MODULE = pytest.mark.parametrize(
     "file",
     sorted(PACKAGE.rglob("*.py")),
@@ -49,12 +54,23 @@ EVERY_MODULE = pytest.mark.parametrize(
 
 @EVERY_MODULE
 def test_each_text_gets_the_values_it_names(file: Path) -> None:
-    for call in calls(file, "tr"):
+    for call in calls(file, "tr", "say", "right", "wrong"):
         text = call.args[0]
         keywords = {keyword.arg for keyword in call.keywords}
         handed_on = keywords == {None}  # **values, known only when it runs
         if isinstance(text, ast.Constant) and not handed_on:
             assert keywords == fields(text.value), f"{file.name}:{call.lineno}"
+
+
+@EVERY_MODULE
+def test_each_error_gets_the_values_that_its_texts_name(file: Path) -> None:
+    for call in calls(file, *ERRORS):
+        texts = texts_of(call)
+        values = {keyword.arg for keyword in call.keywords} - {"todo", "allowed"}
+        named = set[str]().union(*(fields(text.value) for text in texts if isinstance(text, ast.Constant)))
+        assert values == named, f"{file.name}:{call.lineno}"
+        if values:  # a text that is made elsewhere may have braces of its own
+            assert all(isinstance(text, ast.Constant) for text in texts), f"{file.name}:{call.lineno}"
 
 
 @EVERY_MODULE
@@ -85,7 +101,7 @@ def test_the_catalogue_is_checked_for_missing_unused_fuzzy_and_stale_entries(tmp
     one_is_fuzzy = text.replace(entry, f"#, fuzzy\n{entry}", 1)
     unused = '\nmsgid "What to do now"\nmsgstr "现在怎么办"\n'
     catalogue.write_text(one_is_fuzzy + unused, encoding="utf-8")
-    with (tmp_path / "nbutils/disk.py").open("a") as module:
+    with (tmp_path / "nbutils/watch.py").open("a") as module:
         module.write('\n\nprint(tr("a new text"))\n')
 
     problems = check_catalogue(tmp_path)
@@ -107,9 +123,11 @@ def untranslated(node: ast.AST) -> Iterator[ast.AST]:
 @EVERY_MODULE
 def test_nothing_is_printed_in_english_alone(file: Path) -> None:
     two_words = re.compile(r"[a-z]{2,} [a-z]{2,}")
-    for call in calls(file, "print", "Check", "echo", *ERRORS):
+    errors = list(calls(file, *ERRORS))
+    translated = [text for error in errors for text in texts_of(error)]
+    for call in (*calls(file, "print", "Check", "echo"), *errors):
         for node in untranslated(call):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in translated:
                 assert not two_words.search(node.value), f"{file.name}:{call.lineno}"
 
 

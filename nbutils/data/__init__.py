@@ -5,8 +5,3 @@ from nbutils.data.card import DataCard, load, own_language_first, row_to_show, s
 from nbutils.data.read import read_rows
 from nbutils.data.rows import ChatRow, Row, RowError, check_row, parse_mapping, problems_of
 from nbutils.data.texts import Problem
-
-__all__ = [
-    "ChatRow", "DataCard", "Problem", "Row", "RowError", "check_row", "load", "own_language_first", "parse_mapping",
-    "prepare", "problems_of", "read_rows", "row_to_show", "show", "show_problems", "stored_rows", "verify",
-]  # fmt: skip

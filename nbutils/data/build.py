@@ -36,7 +36,7 @@ from nbutils.data.rows import ChatRow, Json, RowError, check_row, parse_mapping
 from nbutils.data.texts import CJK, Kind, Problem, short, shown
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK, SAMPLES, replacement, write_json
-from nbutils.language import tr
+from nbutils.language import say, tr
 
 # a folder test/, test.jsonl.gz, test-00000-of-00001.parquet, the my_set-test.arrow of a hub dataset
 HELD_OUT = re.compile(
@@ -127,7 +127,7 @@ def _reuse(out: Path, source: str, wanted: DataCard) -> DataCard:
             ),
             todo=new_run_todo(out),
         )
-    print(tr("The data of this run is ready (from {source}): nothing is repeated.", source=tr(card.source)))
+    say("The data of this run is ready (from {source}): nothing is repeated.", source=tr(card.source))
     return card
 
 
@@ -346,8 +346,8 @@ def _require_usable(card: DataCard, out: Path) -> None:
         return
     raise CourseError(
         f"{card}\n{card.rejected_text(out / REJECTED)}",
-        allowed=tr("at least half of the rows usable, and at least one row to train on and one to hold out"),
-        todo=tr("Fix the rows, name the columns with COLUMNS, or name other files with DATA and EVAL_DATA."),
+        allowed="at least half of the rows usable, and at least one row to train on and one to hold out",
+        todo="Fix the rows, name the columns with COLUMNS, or name other files with DATA and EVAL_DATA.",
     )
 
 

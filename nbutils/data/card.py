@@ -136,8 +136,9 @@ def verify(out: Path) -> DataCard:
     """
     if not (out / CARD).exists():
         raise CourseError(
-            tr("There is no {path}: the data is not prepared.", path=out / CARD),
-            todo=tr("Run lesson 02."),
+            "There is no {path}: the data is not prepared.",
+            todo="Run lesson 02.",
+            path=out / CARD,
         )
     with suppress(ValueError, FileNotFoundError):
         card = DataCard.model_validate_json((out / CARD).read_bytes())

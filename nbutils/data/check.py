@@ -89,8 +89,9 @@ def _require_new(out: Path | None, rejected: Path | None) -> None:
     for path in (out, rejected):
         if path and os.path.lexists(path):
             raise CourseError(
-                tr("{path} is there already.", path=path),
-                todo=tr("Choose another name; nothing was written."),
+                "{path} is there already.",
+                todo="Choose another name; nothing was written.",
+                path=path,
             )
 
 

@@ -20,6 +20,7 @@ from nbutils.data.texts import Kind, Problem, encoding_of, mask, short
 from nbutils.errors import CourseError
 from nbutils.files import SAMPLES, require_inside
 from nbutils.language import tr
+from nbutils.masking import describe
 from nbutils.platforms import network
 
 Formats = tuple[str, ...]
@@ -86,7 +87,7 @@ def local_path(source: str) -> Path:
         return path
     if source in BUNDLED:
         return SAMPLES / source
-    inputs = platforms.folders(platforms.detect()).inputs
+    inputs = platforms.folders().inputs
     return platforms.find_input(inputs, source) or path
 
 
@@ -113,13 +114,14 @@ def find_files(source: str, formats: Formats = FORMATS) -> list[Path]:
             files.append(file)
     if not files:
         raise CourseError(
-            tr("{path} does not exist, or is no data file and holds none.", path=path.absolute()),
-            allowed=tr(
+            "{path} does not exist, or is no data file and holds none.",
+            allowed=(
                 "a file that ends in {formats} (or in .gz or .zst after that), a folder of them, or a hub dataset as "
-                "owner/name",
-                formats=", ".join(formats),
+                "owner/name"
             ),
-            todo=tr("Correct the path, or save the file in one of these formats, in UTF-8."),
+            todo="Correct the path, or save the file in one of these formats, in UTF-8.",
+            path=path.absolute(),
+            formats=", ".join(formats),
         )
     if not Path(source).expanduser().is_file():  # whoever names a link means what it leads to
         require_inside(path if path.is_dir() else path.parent, files)
@@ -135,14 +137,11 @@ def _download(repo: str, folder: str | None) -> list[Path]:
     try:
         splits = datasets.load_dataset(repo, data_dir=folder).values()
     except Exception as problem:  # the errors are of several libraries, by version
-        first_line = str(problem).partition("\n")[0]
         raise CourseError(
-            tr(
-                "{repo!r} is not a local file, and the hub dataset of that name cannot be downloaded: {reason}",
-                repo=repo,
-                reason=f"{type(problem).__name__}: {first_line}",
-            ),
-            todo=tr("Correct the name, set HF_TOKEN if it is private, or set HF_ENDPOINT to a mirror that answers."),
+            "{repo!r} is not a local file, and the hub dataset of that name cannot be downloaded: {reason}",
+            todo="Correct the name, set HF_TOKEN if it is private, or set HF_ENDPOINT to a mirror that answers.",
+            repo=repo,
+            reason=describe(problem).partition("\n")[0],
         ) from problem
     return [Path(file["filename"]) for rows in splits for file in rows.cache_files]
 

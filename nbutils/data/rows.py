@@ -159,11 +159,12 @@ def parse_mapping(text: str) -> Parts:
     complete = "messages" in parts or {"user", "assistant"} <= parts.keys()
     if pieces and not (once_each and complete and all(parts.values()) and parts.keys() <= PARTS):
         raise CourseError(
-            tr("The columns {mapping!r} are not a valid mapping.", mapping=text),
-            todo=tr(
+            "The columns {mapping!r} are not a valid mapping.",
+            todo=(
                 'Write them like "user=title+body, assistant=reply", or like "messages=chat"; the parts are user, '
                 "assistant, system, reasoning, messages and tools, each once."
             ),
+            mapping=text,
         )
     return parts
 

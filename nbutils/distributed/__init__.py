@@ -5,7 +5,7 @@
 - `launching`: a lesson started as such a job from a notebook.
 """
 
-from nbutils.distributed.launching import (  # noqa: F401
+from nbutils.distributed.launching import (
     config_file,
     divisors,
     launch,
@@ -13,7 +13,7 @@ from nbutils.distributed.launching import (  # noqa: F401
     processes_for,
     require_shares,
 )
-from nbutils.distributed.processes import (  # noqa: F401
+from nbutils.distributed.processes import (
     anyone,
     barrier,
     broadcast,
@@ -29,7 +29,7 @@ from nbutils.distributed.processes import (  # noqa: F401
     send_folder,
     world_size,
 )
-from nbutils.distributed.strategies import (  # noqa: F401
+from nbutils.distributed.strategies import (
     SHARDED,
     STRATEGIES,
     WHOLE,

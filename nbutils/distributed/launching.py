@@ -30,15 +30,13 @@ def require_shares(batch: int, processes: int) -> None:
     """Refuse a batch that the processes cannot share evenly."""
     if batch % processes:
         raise CourseError(
-            tr(
-                "A batch of {batch} rows cannot be shared evenly by {processes} processes.",
-                batch=batch,
-                processes=processes,
-            ),
-            todo=tr(
+            "A batch of {batch} rows cannot be shared evenly by {processes} processes.",
+            todo=(
                 "Set course.conversations_per_step, with SET or in a profile of your own, or use another "
                 "number of processes."
             ),
+            batch=batch,
+            processes=processes,
         )
 
 
@@ -127,11 +125,9 @@ def launch(command: list[str], keep: Path, processes: int = 1, threads: int = 0,
         )
     if status := child.returncode:
         raise CourseError(
-            tr(
-                "Lesson {lesson} failed (exit status {status}):\n{output}",
-                lesson=lesson,
-                status=status,
-                output="\n".join(tail),
-            ),
-            todo=tr("Open {lesson}.ipynb and run it on its own; the first error there is the cause.", lesson=lesson),
+            "Lesson {lesson} failed (exit status {status}):\n{output}",
+            todo="Open {lesson}.ipynb and run it on its own; the first error there is the cause.",
+            lesson=lesson,
+            status=status,
+            output="\n".join(tail),
         )

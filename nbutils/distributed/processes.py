@@ -15,7 +15,7 @@ from typing import Any
 from nbutils import files
 from nbutils.config import flat
 from nbutils.errors import CourseError
-from nbutils.language import tr
+from nbutils.language import say
 
 PATIENCE = timedelta(hours=2)  # while the main process downloads a model or prepares data
 LOST = timedelta(minutes=30)  # in a training, who is silent for so long is lost
@@ -94,12 +94,10 @@ def require_gpus(gpus: int, processes: int) -> None:
     """Refuse more processes on a machine than it has GPUs; without any, each takes a core."""
     if 0 < gpus < processes:
         raise CourseError(
-            tr(
-                "{processes} processes should train together, and this machine has {gpus} GPU(s).",
-                processes=processes,
-                gpus=gpus,
-            ),
-            todo=tr("Set PROCESSES (or --nproc_per_node of torchrun) to {gpus} or less.", gpus=gpus),
+            "{processes} processes should train together, and this machine has {gpus} GPU(s).",
+            todo="Set PROCESSES (or --nproc_per_node of torchrun) to {gpus} or less.",
+            processes=processes,
+            gpus=gpus,
         )
 
 
@@ -111,11 +109,9 @@ def _keep_to_this_machine() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if os.environ.get("TORCHELASTIC_RUN_ID", "none") != "none":  # so torchrun calls a job whose machines are fixed
-        print(
-            tr(
-                "[WARN] torchrun opened a c10d store: whoever reaches it over the network can run programs as you. "
-                "With --master-port=29500 (any free port), and without --standalone, it opens none."
-            )
+        say(
+            "[WARN] torchrun opened a c10d store: whoever reaches it over the network can run programs as you. "
+            "With --master-port=29500 (any free port), and without --standalone, it opens none."
         )
 
 
@@ -127,8 +123,8 @@ def peer_error(problem: BaseException) -> CourseError | SystemExit | None:
     if not is_main():
         return SystemExit(1)
     return CourseError(
-        tr("Another process of this training has ended or does not answer; see above, or on its machine."),
-        todo=tr(
+        "Another process of this training has ended or does not answer; see above, or on its machine.",
+        todo=(
             "Mend what it says, then start the same command again, also with fewer processes: it "
             "continues from the newest checkpoint."
         ),
@@ -192,12 +188,13 @@ def require_same(fingerprint: Mapping[str, Any]) -> None:
         return
     different = ", ".join(name for name, value in flat(fingerprint).items() if value != others[0].get(name))
     raise CourseError(
-        tr("The processes of this training do not agree on: {different}.", different=different),
-        todo=tr(
+        "The processes of this training do not agree on: {different}.",
+        todo=(
             "Give every machine the same parameters, SET too (only the main one remembers it), and the "
             "same files. Rows that were prepared apart: delete the run's data folder there. Different "
             "GPUs: name sft.per_device_train_batch_size and sft.gradient_checkpointing in SET."
         ),
+        different=different,
     )
 
 

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 from nbutils.errors import CourseError, require_choice
-from nbutils.language import tr
 
 STRATEGIES = {  # files in configs/accelerate, and the `method` in a profile that each is for; empty: any
     "ddp": "", "fsdp_qlora": "qlora", "fsdp_lora": "lora", "zero2": "", "zero2_offload": "", "zero3": "lora",
@@ -42,17 +41,12 @@ def require_method(name: str, method: str) -> None:
     if needed in ("", method):
         return
     raise CourseError(
-        tr(
-            "{engine} is for method {wanted}, and this profile has method {method}.",
-            engine=name,
-            wanted=needed,
-            method=method,
-        ),
-        todo=tr(
-            'Take another engine, or set SET = "method={wanted}, quantization.load_in_4bit={four_bits}".',
-            wanted=needed,
-            four_bits="true" if needed == "qlora" else "false",
-        ),
+        "{engine} is for method {wanted}, and this profile has method {method}.",
+        todo='Take another engine, or set SET = "method={wanted}, quantization.load_in_4bit={four_bits}".',
+        engine=name,
+        wanted=needed,
+        method=method,
+        four_bits="true" if needed == "qlora" else "false",
     )
 
 
@@ -60,8 +54,9 @@ def require_gathered_by_layer(name: str, model: str) -> None:
     """Refuse ZeRO-3 for a hybrid model: it gathers the weights of a layer that is called, and a convolution is not."""
     if name == "zero3":
         raise CourseError(
-            tr("ZeRO-3 cannot train a hybrid model like {model}.", model=model),
-            todo=tr("Use FSDP: ENGINE = fsdp_lora or fsdp_qlora in lesson 06."),
+            "ZeRO-3 cannot train a hybrid model like {model}.",
+            todo="Use FSDP: ENGINE = fsdp_lora or fsdp_qlora in lesson 06.",
+            model=model,
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from nbutils import disk, files, platforms, processes
 from nbutils.environments import installer
 from nbutils.errors import CourseError
-from nbutils.language import last_lines, tr
+from nbutils.language import last_lines, say, tr
 from nbutils.masking import without_secrets
 
 MARKER = "ready.json"  # written last: the environment is complete
@@ -76,7 +76,7 @@ def place(prefix: str, name: str) -> Path:
         return Path(own_folder).expanduser()
     if files.CHECKOUT:
         return files.CHECKOUT / f".venv-{name}"
-    return platforms.folders(platforms.detect()).scratch / f"venv-{name}"
+    return platforms.folders().scratch / f"venv-{name}"
 
 
 def variables(extra: Mapping[str, str]) -> dict[str, str]:
@@ -93,31 +93,28 @@ def _build(spec: EnvironmentSpec, folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         _empty(spec, folder)
     disk.require_disk(folder, spec.needs_gib)
-    print(
-        tr(
-            "Building {title} in {folder} (once): some minutes, up to {gib:.0f} GiB of disk.",
-            title=title,
-            folder=folder,
-            gib=spec.needs_gib,
-        ),
-        flush=True,
+    say(
+        "Building {title} in {folder} (once): some minutes, up to {gib:.0f} GiB of disk.",
+        title=title,
+        folder=folder,
+        gib=spec.needs_gib,
     )
     files.make_folder(folder)
     files.write_json(folder / OWNER, {"name": spec.name})
     _install(spec, folder)
     files.write_json(folder / MARKER, spec.described)
-    print(tr("It is ready."), flush=True)
+    say("It is ready.")
 
 
 def _empty(spec: EnvironmentSpec, folder: Path) -> None:
     """Remove what an earlier build of this spec left; its marker goes first, its owner stays."""
     if files.read_object(folder / OWNER).get("name") != spec.name:
         raise CourseError(
-            tr("{folder} is not empty, and was not made for the {name} environment.", folder=folder, name=spec.name),
-            todo=tr(
-                "Set {prefix}_ENV to another folder, or remove this one yourself if you need nothing in it.",
-                prefix=spec.prefix,
-            ),
+            "{folder} is not empty, and was not made for the {name} environment.",
+            todo="Set {prefix}_ENV to another folder, or remove this one yourself if you need nothing in it.",
+            folder=folder,
+            name=spec.name,
+            prefix=spec.prefix,
         )
     (folder / MARKER).unlink(missing_ok=True)
     for entry in folder.iterdir():
@@ -132,8 +129,8 @@ def _install(spec: EnvironmentSpec, folder: Path) -> None:
         commands = [installer.new_environment(folder)]
     except subprocess.CalledProcessError as problem:  # pip has printed why
         raise CourseError(
-            tr("uv, which makes environments here, could not be installed."),
-            todo=tr("Read pip's message above. Without a network, make this environment on a machine that has one."),
+            "uv, which makes environments here, could not be installed.",
+            todo="Read pip's message above. Without a network, make this environment on a machine that has one.",
         ) from problem
     for packages in spec.steps:
         commands.append(installer.uv_pip(python, "install", *packages))
@@ -156,16 +153,14 @@ def _run_command(spec: EnvironmentSpec, folder: Path, command: list[str], env: d
     if processes.run(command, env, log, spec.name) == 0:
         return
     raise CourseError(
-        tr(
-            "Building the {name} environment failed at `{title}`:\n{tail}",
-            name=spec.name,
-            title=title,
-            tail=last_lines(log.read_text(encoding="utf-8", errors="replace"), 12),
-        ),
-        todo=tr(
+        "Building the {name} environment failed at `{title}`:\n{tail}",
+        todo=(
             "Read {log} and run this again; without a network, set {prefix}_PYTHON to an interpreter "
-            "that has the packages.",
-            log=log,
-            prefix=spec.prefix,
+            "that has the packages."
         ),
+        name=spec.name,
+        title=title,
+        tail=last_lines(log.read_text(encoding="utf-8", errors="replace"), 12),
+        log=log,
+        prefix=spec.prefix,
     )

@@ -4,22 +4,5 @@ from nbutils.evaluation.bits import base_losses
 from nbutils.evaluation.comparison import compare_models, compare_practice, open_evaluator, score_table, stored_answers
 from nbutils.evaluation.evaluator import Evaluator, Size
 from nbutils.evaluation.harness import parse_tasks, run_tasks
-from nbutils.evaluation.inference import Answer, Message, answer_rows
+from nbutils.evaluation.inference import Answer, answer_rows
 from nbutils.evaluation.placement import place_model
-
-__all__ = [
-    "Answer",
-    "Evaluator",
-    "Message",
-    "Size",
-    "answer_rows",
-    "base_losses",
-    "compare_models",
-    "compare_practice",
-    "open_evaluator",
-    "parse_tasks",
-    "place_model",
-    "run_tasks",
-    "score_table",
-    "stored_answers",
-]

@@ -354,11 +354,11 @@ def compare_practice(run: Path) -> dict[str, Comparison]:
     Example: judged = compare_practice(lesson.run.path)
     """
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from nbutils.training import practice
 
-    tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL, trust_remote_code=False)
+    tokenizer = practice.small_tokenizer()
     evaluator = Evaluator(run / practice.FOLDER, tokenizer, practice.held_out(), PRACTICE_SIZE, "float32")
     both = (evaluator, evaluator.general(PRACTICE_GENERAL_ROWS))
 

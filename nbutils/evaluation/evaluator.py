@@ -14,15 +14,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nbutils.chat import Renderer, find_stop_ids, rows_think, training_format
+from nbutils.chat import Message, Renderer, Row, find_stop_ids, rows_think, training_format
 from nbutils.data import own_language_first, stored_rows
 from nbutils.data.texts import mask
 from nbutils.errors import CourseError
 from nbutils.evaluation import inference, scores
-from nbutils.evaluation.inference import Answer, Message, Row, RowLoss, Tokens
+from nbutils.evaluation.inference import Answer, RowLoss, Tokens
 from nbutils.evaluation.scores import Difference, Estimate
 from nbutils.files import SAMPLES, read_json, write_json, write_text
-from nbutils.language import tr
+from nbutils.language import say, tr
 from nbutils.record import Facts
 
 FOLDER = "evaluation"  # below the run
@@ -122,21 +122,20 @@ class Evaluator:
     def _report_left_out(self) -> None:
         """Say how many rows have no room for their answer; stop if no row is left."""
         if self.left_out:
-            print(
-                tr(
-                    "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
-                    count=self.left_out,
-                    limit=self.limit,
-                )
+            say(
+                "[WARN] {count} rows do not fit {limit:,} tokens with their answer: left out",
+                count=self.left_out,
+                limit=self.limit,
             )
         if not self.rows:
             raise CourseError(
-                tr("No evaluation row fits {limit:,} tokens with its answer, or there is none.", limit=self.limit),
-                todo=tr(
+                "No evaluation row fits {limit:,} tokens with its answer, or there is none.",
+                todo=(
                     "Run lesson 02 again, with more or shorter rows; or lower course.max_new_tokens (now "
-                    "{new_tokens}), or raise vllm.max_model_len if that is the limit.",
-                    new_tokens=self.size.max_new_tokens,
+                    "{new_tokens}), or raise vllm.max_model_len if that is the limit."
                 ),
+                limit=self.limit,
+                new_tokens=self.size.max_new_tokens,
             )
 
     def _answer_tokens(self) -> int:

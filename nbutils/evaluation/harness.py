@@ -14,7 +14,7 @@ from typing import Any
 from nbutils.errors import CourseError
 from nbutils.evaluation.evaluator import stored_once
 from nbutils.files import read_json, stamp
-from nbutils.language import last_lines, split_words, tr
+from nbutils.language import last_lines, split_words
 from nbutils.masking import without_secrets
 
 Metrics = dict[str, dict[str, Any]]  # by task and by name
@@ -25,8 +25,9 @@ def parse_tasks(text: str) -> list[str]:
     tasks = split_words(text)
     if tasks and find_spec("lm_eval") is None:
         raise CourseError(
-            tr("LM_EVAL_TASKS is {tasks!r}, and lm-eval is not installed here.", tasks=text),
-            todo=tr('Run `pip install "lm-eval>=0.4.9"`, then run this lesson again.'),
+            "LM_EVAL_TASKS is {tasks!r}, and lm-eval is not installed here.",
+            todo='Run `pip install "lm-eval>=0.4.9"`, then run this lesson again.',
+            tasks=text,
         )
     return tasks
 
@@ -55,16 +56,14 @@ def _measure(words: Sequence[str]) -> Metrics:
         files = sorted(Path(output).rglob("results*.json"))
         if ended.returncode or not files:
             raise CourseError(
-                tr(
-                    "lm-eval could not run `{command}`. Its last lines:\n{lines}",
-                    command=" ".join(words),
-                    lines=last_lines(ended.stderr, 12),
-                ),
-                allowed=tr(
+                "lm-eval could not run `{command}`. Its last lines:\n{lines}",
+                allowed=(
                     "names from `lm-eval ls tasks`, or paths of task files, whose data this machine can reach "
                     "(HF_HUB_OFFLINE forbids downloads)"
                 ),
-                todo=tr("Correct LM_EVAL_TASKS or the network, or leave it empty."),
+                todo="Correct LM_EVAL_TASKS or the network, or leave it empty.",
+                command=" ".join(words),
+                lines=last_lines(ended.stderr, 12),
             )
         metrics: Metrics = read_json(files[-1])["results"]
     return metrics

@@ -10,14 +10,12 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from nbutils import distributed, hardware
-from nbutils.chat import Example, Renderer, find_stop_ids, may_skip_thinking
-from nbutils.language import tr
+from nbutils.chat import Example, Renderer, Row, find_stop_ids, may_skip_thinking
+from nbutils.language import say, tr
 
 STOP_CHECK = 16  # decoding steps between two checks whether all answers have ended: a check makes the GPU wait
 MAX_LOGITS = 2**28  # of one batch of losses: half a GiB in 16 bits, whatever the vocabulary
 Tokens = list[int]
-Message = dict[str, Any]
-Row = dict[str, Any]
 RowLoss = tuple[float, int]  # the summed loss of a row's assistant tokens, in nats, and the number of these tokens
 
 
@@ -54,7 +52,7 @@ def in_batches(
                     raise
             if not results:
                 batch_size = len(batch) // 2
-                print(tr("out of memory with {count} rows at a time: going on with half of them", count=len(batch)))
+                say("out of memory with {count} rows at a time: going on with half of them", count=len(batch))
                 hardware.free_memory()  # out here, where the failed call's tensors are no longer held by its error
             done += len(results)
             progress.update(len(results))
@@ -155,7 +153,7 @@ def decode_on_gpu(model: Any, prompts: Sequence[Tokens], max_new_tokens: int, st
         if hardware.out_of_memory(problem):
             raise
         name = type(problem).__name__
-        print(tr("[WARN] no CUDA graph of this model ({name}): answers come more slowly", name=name))
+        say("[WARN] no CUDA graph of this model ({name}): answers come more slowly", name=name)
         return []
 
 

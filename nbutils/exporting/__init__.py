@@ -9,13 +9,3 @@ from nbutils.exporting.make import (
     parse_formats,
     recipe_for,
 )
-
-__all__ = [
-    "check_exports",
-    "ensure_environment",
-    "export",
-    "export_formats",
-    "offer",
-    "parse_formats",
-    "recipe_for",
-]

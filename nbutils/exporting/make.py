@@ -17,6 +17,7 @@ import pydantic.dataclasses
 
 from nbutils import disk, display, environments, files, hardware, parity, processes
 from nbutils.data import stored_rows
+from nbutils.data.rows import Json
 from nbutils.errors import CourseError, parse_choices, require_choice
 from nbutils.evaluation.placement import fit
 from nbutils.exporting.worker import Job
@@ -32,7 +33,6 @@ STEPS = [
 ]
 GIB = 3.0
 GIB_WITH_GPU = 9.0  # torch for a GPU comes with CUDA
-Json = dict[str, Any]
 KEPT = re.compile(r"embed|lm_head|visual|^mtp")
 KEEPING = ("compress", "calibrate", "int8")  # work that leaves these weights as they are
 WHOLE = ("cast", "compress", "calibrate")  # work whose result has more than the text model, if the model has more
@@ -237,8 +237,8 @@ def plan_job(form: Format, model: ModelFolder, calibration: Sequence[Any], recip
     if form.work == "calibrate":
         if not calibration:
             raise CourseError(
-                tr("The format awq calibrates on data, and no rows were given."),
-                todo=tr("Give them as calibration (--data train.jsonl on the command line), or take w4a16."),
+                "The format awq calibrates on data, and no rows were given.",
+                todo="Give them as calibration (--data train.jsonl on the command line), or take w4a16.",
             )
         stride = max(1, len(calibration) // MAX_ROWS)
         rows = list(calibration[::stride][:MAX_ROWS])
@@ -265,8 +265,10 @@ def open_export(folder: Path, merged: Path) -> Export:
     stamp = files.stamp(folder) or {}
     if not merged.is_dir() or stamp.get("of") != weights_fingerprint(open_base(merged)):
         raise CourseError(
-            tr("{folder} is quantized, but it is not a complete export of {merged}.", folder=folder, merged=merged),
-            todo=tr("Export it in lesson 08 and set FOLDER to that export, or RUN_NAME to the run it was made from."),
+            "{folder} is quantized, but it is not a complete export of {merged}.",
+            todo="Export it in lesson 08 and set FOLDER to that export, or RUN_NAME to the run it was made from.",
+            folder=folder,
+            merged=merged,
         )
     return Export(stamp["format"], folder, merged, bytes=weights_bytes(folder), merged_bytes=weights_bytes(merged))
 
@@ -298,17 +300,15 @@ def run_job(job: Job, title: str) -> None:
         output = log.read_text("utf-8", errors="replace")
     if status:
         raise CourseError(
-            tr(
-                "{title} failed in the export environment (exit status {status}):\n{log}",
-                title=title,
-                status=status,
-                log=last_lines(output, 8),
-            ),
-            todo=tr(
+            "{title} failed in the export environment (exit status {status}):\n{log}",
+            todo=(
                 "Read the last lines. Out of memory (status 137): stop other notebooks, or try another format. "
-                "A package that cannot be imported: remove the folder {folder}, it is built anew.",
-                folder=python.parent.parent,
+                "A package that cannot be imported: remove the folder {folder}, it is built anew."
             ),
+            title=title,
+            status=status,
+            log=last_lines(output, 8),
+            folder=python.parent.parent,
         )
 
 

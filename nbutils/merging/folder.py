@@ -106,11 +106,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             raise ValueError(tr("it holds no weights"))
     except (OSError, ValueError, SafetensorError) as problem:
         raise CourseError(
-            tr("{file} is missing or damaged: {reason}.", file=file, reason=problem),
-            todo=tr(
+            "{file} is missing or damaged: {reason}.",
+            todo=(
                 "Delete it and download or make it again; if it exists only as .bin, load it and save it "
                 "with save_pretrained."
             ),
+            file=file,
+            reason=problem,
         ) from problem
     tensors = {}
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
@@ -126,7 +128,7 @@ class ModelFolder:
 
     path: Path
     name: str
-    config: dict[str, Any]
+    config: models.Config
     weights: dict[str, StoredTensor]
 
     @property
@@ -164,8 +166,10 @@ def open_base(base: str | Path) -> ModelFolder:
     name = model_name(base)
     if is_quantized(config):
         raise CourseError(
-            tr("{name} is a quantized model.", name=name),
-            todo=tr("Use {original}.", original=QUANTIZED_SUFFIX.sub("", name)),
+            "{name} is a quantized model.",
+            todo="Use {original}.",
+            name=name,
+            original=QUANTIZED_SUFFIX.sub("", name),
         )
     return ModelFolder(path, name, config, weights)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from nbutils import disk, files, platforms
 from nbutils.errors import CourseError, require_choice
-from nbutils.language import tr
+from nbutils.language import say, tr
 from nbutils.merging.folder import (
     ADAPTER_CONFIG,
     ALL,
@@ -134,8 +134,9 @@ def merge_adapter(
     is_adapter = (out / ADAPTER_CONFIG).exists()  # the last name on a command line, OUT was forgotten
     if is_adapter or (not replace_other and (out / files.STAMP).exists()):
         raise CourseError(
-            tr("{folder} holds another model, or an adapter.", folder=out),
-            todo=tr("Name another folder as the last argument; --replace replaces a model."),
+            "{folder} holds another model, or an adapter.",
+            todo="Name another folder as the last argument; --replace replaces a model.",
+            folder=out,
         )
     return _write_model(model, plans, report, about, trained.path)
 
@@ -146,10 +147,10 @@ def _open_both(base: str | Path, adapter: Path) -> tuple[ModelFolder, ModelFolde
     trained_on = str(trained.config.get("base_model_name_or_path") or base)
     if _bare_name(trained_on) != _bare_name(base):
         raise CourseError(
-            tr("The adapter was trained on {trained_on}, the base is {base}.", trained_on=trained_on, base=base),
-            todo=tr(
-                "Use the MODEL of lesson 03, or another RUN_NAME; if it is the same model, give its folder that name."
-            ),
+            "The adapter was trained on {trained_on}, the base is {base}.",
+            todo="Use the MODEL of lesson 03, or another RUN_NAME; if it is the same model, give its folder that name.",
+            trained_on=trained_on,
+            base=base,
         )
     return open_base(base), trained
 
@@ -189,13 +190,11 @@ def choose_folder(run: RunFolder, scratch: Path, gib: float) -> Path:
         return kept
     folder = files.make_folder(scratch) / "merged"
     files.write_json(run.elsewhere, {"folder": str(folder)})
-    print(
-        tr(
-            "[WARN] no room for {gib:.1f} GiB in {run}: the merged model is in {folder}, which may not last",
-            gib=gib,
-            run=run.path,
-            folder=folder,
-        )
+    say(
+        "[WARN] no room for {gib:.1f} GiB in {run}: the merged model is in {folder}, which may not last",
+        gib=gib,
+        run=run.path,
+        folder=folder,
     )
     return folder
 
@@ -320,8 +319,10 @@ def prove(base: str | Path, adapter: Path, folder: Path, *, onto: str = "full") 
     different = different or [name for name, plan in compared.items() if not _rows_agree(plan, merged.weights[name])]
     if different:
         raise CourseError(
-            tr("{weight} in {folder} is not base + adapter.", weight=different[0], folder=folder),
-            todo=tr("Delete that folder and run the merge again."),
+            "{weight} in {folder} is not base + adapter.",
+            todo="Delete that folder and run the merge again.",
+            weight=different[0],
+            folder=folder,
         )
     return tr(
         "computed again: rows of {compared} of {count} weights, all as written",

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from nbutils import models
 from nbutils.config import BASE_KEEPING_INITS, UNMERGEABLE
 from nbutils.errors import CourseError
-from nbutils.language import tr
 from nbutils.merging.folder import CODES, FLOAT_BYTES, FLOATS, HEAD, ModelFolder, StoredTensor, text_name
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ A = "lora_A"
 B = "lora_B"
 MAGNITUDE = "lora_magnitude_vector"
 Factors = Mapping[str, "torch.Tensor"]
+FourBits = Mapping[str, Any]  # settings of BitsAndBytesConfig, and the `dtype` that is loaded
 EITHER = re.compile(r"\.(lm_head|embed_tokens)\.")
 
 
@@ -38,7 +38,7 @@ class WeightPlan:
     dtype: str  # the code of safetensors that it is written in
     lora: Mapping[str, StoredTensor] = field(default_factory=dict)  # A, B, with DoRA a magnitude, by their PEFT names
     scale: float = 1.0  # of B @ A
-    dequantized: Mapping[str, Any] | None = None
+    dequantized: FourBits | None = None
     replaced: bool = False  # by a weight of the adapter (modules_to_save)
 
     @property
@@ -53,7 +53,7 @@ class WeightPlan:
 
 
 def plan_weights(
-    base: ModelFolder, adapter: ModelFolder, dtype: str = "auto", four_bit: Mapping[str, Any] | None = None
+    base: ModelFolder, adapter: ModelFolder, dtype: str = "auto", four_bit: FourBits | None = None
 ) -> dict[str, WeightPlan]:
     """The plan of every weight of the merged model, by name.
 
@@ -100,8 +100,10 @@ def _require_mergeable(adapter: ModelFolder) -> None:
         problems.append("init_lora_weights")
     if problems:
         raise CourseError(
-            tr("{folder} uses {kind}, which cannot be merged here.", folder=adapter.path, kind=problems[0]),
-            todo=tr("Merge it with PEFT's merge_and_unload on a machine with enough memory, or serve it unmerged."),
+            "{folder} uses {kind}, which cannot be merged here.",
+            todo="Merge it with PEFT's merge_and_unload on a machine with enough memory, or serve it unmerged.",
+            folder=adapter.path,
+            kind=problems[0],
         )
 
 
@@ -134,11 +136,13 @@ def _add_adapter(plans: dict[str, WeightPlan], adapter: ModelFolder) -> None:
     if unused:
         key = min(unused)
         raise CourseError(
-            tr("The adapter's {key}, of shape {shape}, fits no weight of the base.", key=key, shape=unused[key].shape),
-            todo=tr(
+            "The adapter's {key}, of shape {shape}, fits no weight of the base.",
+            todo=(
                 "Use the base that adapter_config.json names, with its embeddings resized as before training; save "
                 "the adapter again if a part is missing; merge a LoRA on an embedding with PEFT's merge_and_unload."
             ),
+            key=key,
+            shape=unused[key].shape,
         )
 
 
@@ -152,7 +156,7 @@ def quantized_weights(folder: Path) -> set[str]:
     return {f"{name}.weight" for name, _ in _quantized_layers(model)}
 
 
-def round_to_4_bits(model: Any, settings: Mapping[str, Any]) -> None:
+def round_to_4_bits(model: Any, settings: FourBits) -> None:
     """Replace the weights of a loaded model, in place, by what training in 4 bits would see of them."""
     for _, layer in _quantized_layers(model):
         layer.weight.data = _through_4_bits(layer.weight.data, settings)
@@ -193,7 +197,7 @@ def compute_rows(plan: WeightPlan, factors: Factors, rows: slice, device: str = 
     return weight.to("cpu", getattr(torch, FLOATS[plan.dtype]))
 
 
-def _through_4_bits(weight: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+def _through_4_bits(weight: torch.Tensor, settings: FourBits) -> torch.Tensor:
     """A weight of the base as 4-bit training saw it."""
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit

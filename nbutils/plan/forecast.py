@@ -17,11 +17,12 @@ from nbutils.errors import CourseError
 from nbutils.files import GIB
 from nbutils.hardware import BF16_FROM, Choice
 from nbutils.language import tr
-from nbutils.models import Shape, find_shape, shape_in
+from nbutils.models import Config, Shape, find_shape, shape_in
 from nbutils.plan.gpus import GPUSpec, Price
 from nbutils.plan.memory import ADAPTER, Recipe, limit_gib, parts, peak_gib
 from nbutils.plan.recipe import Rows, Schedule, apply, choose, rows_per_step, schedule
 from nbutils.plan.speed import tokens_per_second
+from nbutils.record import Facts
 
 NEARLY_FASTEST = 0.98  # of the highest speed: from here on settings count as equally fast
 STEP_ARGUMENTS = (  # of SFTConfig: they decide the memory and speed of a step, not what it learns
@@ -121,7 +122,7 @@ class Forecast(Estimate):
         if self.least_gib > self.limit_gib:
             raise CourseError(
                 f"{self.requirement}.",
-                todo=tr(
+                todo=(
                     "Take more or larger GPUs, a smaller MODEL, a shorter sft.max_length, or qlora instead of "
                     "lora; `python -m nbutils plan --gpus N --engine NAME` forecasts it."
                 ),
@@ -175,7 +176,7 @@ class Forecast(Estimate):
             columns["tokens/s"] = tr("without kernels")
         return columns
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """The forecast as `plan --json` prints it."""
         return {
             "model": self.shape.name,
@@ -205,7 +206,7 @@ def time_text(hours: float) -> str:
     return tr("{hours:.1f} h", hours=hours)
 
 
-def known_shape(model: str, config: dict[str, Any] | None = None) -> Shape | None:
+def known_shape(model: str, config: Config | None = None) -> Shape | None:
     """The shape of a model, also by the config.json of one that is not here yet; None if nothing tells it."""
     with suppress(CourseError):
         return find_shape(model)
@@ -332,7 +333,7 @@ def fastest_fitting(
 def open_recipes(profile: Profile, as_written: SFT, gpu: GPUSpec, rows: Rows | None, strategy: str) -> list[Recipe]:
     """The recipes that a settled profile leaves open: every STEP_ARGUMENT that is `auto` in `as_written` may vary."""
     recent = gpu.capability >= BF16_FROM  # torch's varlen attention and Triton's kernels need it too
-    by_gpu: dict[str, Any] = {
+    by_gpu: Facts = {
         "from_pretrained.dtype": "bfloat16" if recent else "float16",
         "from_pretrained.attn_implementation": "varlen" if recent else "sdpa",
         "sft.use_liger_kernel": recent,

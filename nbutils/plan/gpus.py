@@ -87,7 +87,7 @@ def find(name: str, vram: float | None = None, tflops: float | None = None, capa
         raise CourseError(
             tr("{name!r} is not in configs/gpus.yaml, so its memory is not known.", name=name),
             allowed=", ".join(gpu.name for gpu in every()),
-            todo=tr(
+            todo=(
                 "Give its memory with --vram GIB (about 5 % less than advertised) and its dense 16-bit "
                 "TFLOP/s with --tflops T, or add it to that file."
             ),

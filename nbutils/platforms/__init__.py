@@ -25,8 +25,8 @@ from pydantic import Field
 from nbutils.config import Strict, read_table
 from nbutils.errors import CourseError, require_choice
 from nbutils.files import CHECKOUT, GIB, fs_root
-from nbutils.language import tr
-from nbutils.masking import mask_secrets, remember_secret
+from nbutils.language import say, tr
+from nbutils.masking import describe, remember_secret
 from nbutils.platforms.network import hub_online, prepare_network  # noqa: F401
 
 CGROUP = "sys/fs/cgroup"
@@ -203,14 +203,12 @@ def _stored_secret(name: str) -> str:
             return ""
         if kind not in ("NotebookAccessError", "BackendError"):  # after these two the next secret may be answered
             os.environ[SECRETS_STATE] = store
-        print(
-            tr(
-                "secret    {store} did not return {name} ({kind}): give this notebook access to it in the Secrets "
-                "panel, or set the environment variable {name}.",
-                store=store,
-                name=name,
-                kind=kind,
-            )
+        say(
+            "secret    {store} did not return {name} ({kind}): give this notebook access to it in the Secrets "
+            "panel, or set the environment variable {name}.",
+            store=store,
+            name=name,
+            kind=kind,
         )
         return ""
 
@@ -236,12 +234,13 @@ class Folders:
         return self.inputs is not None and place.is_relative_to(self.inputs)
 
 
-def folders(platform: Platform) -> Folders:
-    """The folders of a platform; `NBUTILS_HOME` moves the one in which runs are kept.
+def folders(platform: Platform | None = None) -> Folders:
+    """The folders of a platform, or of this one; `NBUTILS_HOME` moves the one in which runs are kept.
 
     Example:
-        runs = platforms.folders(platforms.detect()).keep
+        runs = platforms.folders().keep
     """
+    platform = platform or detect()
     home = _chosen_home(platform)
     if platform.name == "local":
         work = CHECKOUT or Path.cwd()
@@ -293,8 +292,8 @@ def use_model_cache(platform: Platform, places: Folders) -> str:
     """Move the download cache off a small system disk, before huggingface_hub is imported; says what was done."""
     if os.path.expanduser("~") == "~":  # neither HOME nor an account: libraries would write to a folder of that name
         raise CourseError(
-            tr("This user has no home folder; HOME is not set."),
-            todo=tr("Set HOME, as in `export HOME=/tmp/me`, then run this again."),
+            "This user has no home folder; HOME is not set.",
+            todo="Set HOME, as in `export HOME=/tmp/me`, then run this again.",
         )
     in_use = [os.environ.get(name) for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")]
     if not platform.entry.cache or any(in_use) or any(Path.home().glob(".cache/huggingface/hub/models--*")):
@@ -318,8 +317,10 @@ def find_input(inputs: Path | None, name: str) -> Path | None:
     if len(paths) > 1:
         places = ", ".join(map(str, paths))
         raise CourseError(
-            tr("{name!r} was found several times: {places}.", name=name, places=places),
-            todo=tr("Write more of the path in front of it, or the whole path."),
+            "{name!r} was found several times: {places}.",
+            todo="Write more of the path in front of it, or the whole path.",
+            name=name,
+            places=places,
         )
     return paths[0] if paths else None
 
@@ -372,5 +373,5 @@ def _ask_for_drive() -> str:
 
         drive.mount(str(fs_root() / MOUNT_POINT))  # it gives up after 120 s
     except Exception as failed:  # Colab raises eight unrelated types here, and none may cost the learner the lesson
-        problem = mask_secrets(f"{type(failed).__name__}: {failed}")
+        problem = describe(failed)
     return "" if drive_mounted() else problem

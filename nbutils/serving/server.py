@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbutils import environments, platforms, processes
 from nbutils.errors import CourseError
-from nbutils.language import tr
+from nbutils.language import say, tr
 from nbutils.platforms import network
 from nbutils.serving import engine as engines
 
@@ -78,8 +78,10 @@ def free_port(port: int) -> int:
             return int(probe.getsockname()[1])
     except (OSError, OverflowError) as error:
         raise CourseError(
-            tr("Port {port} cannot be used ({error}).", port=port, error=error),
-            todo=tr("Set PORT to another number, or to 0 to let the course choose one."),
+            "Port {port} cannot be used ({error}).",
+            todo="Set PORT to another number, or to 0 to let the course choose one.",
+            port=port,
+            error=error,
         ) from error
 
 
@@ -108,7 +110,7 @@ def link_text_model(folder: Path) -> Path:
     if architecture is None:
         return folder
     config.architectures = [architecture]
-    folders = platforms.folders(platforms.detect())
+    folders = platforms.folders()
     text_folder = folders.scratch / "text_models" / folder.relative_to(folder.anchor)  # Drive has no links
     shutil.rmtree(text_folder, ignore_errors=True)
     config.save_pretrained(text_folder)
@@ -162,8 +164,9 @@ class Server:
             self.model = str(link_text_model(folder))
         if self.port in platforms.detect().entry.ports:
             raise CourseError(
-                tr("`transformers serve` checks no API key, and others could reach it on port {port}.", port=self.port),
-                todo=tr("Set PORT to 0."),
+                "`transformers serve` checks no API key, and others could reach it on port {port}.",
+                todo="Set PORT to 0.",
+                port=self.port,
             )
 
     @property
@@ -210,7 +213,7 @@ class Server:
 
     def wait(self, timeout: float = 600.0) -> float:
         """Wait until the server answers; returns the seconds it took."""
-        print(tr("The server is starting, which may take minutes. Its log: {log}", log=self.log), flush=True)
+        say("The server is starting, which may take minutes. Its log: {log}", log=self.log)
         started = time.monotonic()
         while not self.answers():
             if not self.running:
@@ -227,7 +230,7 @@ class Server:
                 )
             time.sleep(0.5)
         seconds = time.monotonic() - started
-        print(tr("After {seconds:.0f} s it is ready at {url}", seconds=seconds, url=self.url), flush=True)
+        say("After {seconds:.0f} s it is ready at {url}", seconds=seconds, url=self.url)
         return seconds
 
     def answers(self) -> bool:
@@ -248,26 +251,24 @@ class Server:
         """If the server or its engine is dead, stop what is left and raise an error with the reason from its log."""
         process = self.process
         if process is None:
-            raise CourseError(tr("The server is not running."), todo=tr("Run the cell that starts it."))
+            raise CourseError("The server is not running.", todo="Run the cell that starts it.")
         status = process.poll()
         if status is None and health(self.root) != 503:  # 503: vLLM's engine is dead
             return
         self.stop()
         raise CourseError(
-            tr(
-                "The server at {url} is gone (exit status {status}):\n{problem}",
-                url=self.url,
-                status=status,
-                problem=last_errors(self.log),
-            ),
-            todo=tr(
+            "The server at {url} is gone (exit status {status}):\n{problem}",
+            todo=(
                 "Correct what it names, and run the cell that starts the server again. If memory is short (exit status "
                 "137 is one sign), free the GPU (print(serving.free_gpu_memory()) shows who holds it) or lower "
                 "max-num-seqs, max-model-len or gpu-memory-utilization. If a package cannot be imported, remove the "
-                "folder {folder}: it is built anew. The log is {log}.",
-                folder=environments.place(engines.PREFIX, "serve"),
-                log=self.log,
+                "folder {folder}: it is built anew. The log is {log}."
             ),
+            url=self.url,
+            status=status,
+            problem=last_errors(self.log),
+            folder=environments.place(engines.PREFIX, "serve"),
+            log=self.log,
         )
 
     def __enter__(self) -> Server:

@@ -27,7 +27,8 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from nbutils import distributed, hardware
 from nbutils.errors import CourseError
 from nbutils.hardware import Choice
-from nbutils.language import tr
+from nbutils.language import say, tr
+from nbutils.masking import describe
 
 KNOWN_LAYERS = ("Qwen3_5GatedDeltaNet",)
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")  # in the module of these layers
@@ -84,13 +85,11 @@ def require_rows_apart(model: Any, precision: AbstractContextManager[Any]) -> No
     limit = MIXED_IN_32_BITS if is_exact else MIXED
     if max(others) > max(limit, 5 * rounding):
         raise CourseError(
-            tr(
-                "With this version of transformers, packed rows of {model} see each other (their states differ by "
-                "{difference:.2%}).",
-                model=type(decoder).__name__,
-                difference=max(others),
-            ),
-            todo=tr("Take a model of configs/models.yaml, with transformers 5.17 to 5.19."),
+            "With this version of transformers, packed rows of {model} see each other (their states differ by "
+            "{difference:.2%}).",
+            todo="Take a model of configs/models.yaml, with transformers 5.17 to 5.19.",
+            model=type(decoder).__name__,
+            difference=max(others),
         )
 
 
@@ -115,7 +114,7 @@ def adapt_layers(model: Any) -> str:
     distributed.require_gathered_by_layer(distributed.strategy(), type(model).__name__)
     how = hardware.delta_rule_kernels(hardware.gpu())
     if how.value:
-        print(tr("Kernels for Gated DeltaNet layers are compiled and tuned: one to three minutes, once on a machine."))
+        say("Kernels for Gated DeltaNet layers are compiled and tuned: one to three minutes, once on a machine.")
         how = _checked_kernels(layers[0], model.config.get_text_config(), how)
     if not how.value:
         _use_reference_code(layers[0])
@@ -229,7 +228,7 @@ def _checked_kernels(layer: Any, config: Any, how: Choice) -> Choice:
     except Exception as error:  # compilers raise anything
         if hardware.out_of_memory(error):
             raise
-        problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        problem = describe(error).partition("\n")[0]
     finally:
         undo()
     if not problem:

@@ -31,6 +31,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from nbutils import distributed, hardware, merging
 from nbutils.errors import CourseError
 from nbutils.language import tr
+from nbutils.masking import describe
 from nbutils.training import hybrid, sharding
 from nbutils.training.hybrid import boundaries, packed_inputs, replace_forward
 
@@ -50,8 +51,9 @@ def require_unquantized(model: str) -> None:
     """Stop at a base model that is quantized already: it would be quantized twice."""
     if merging.is_quantized(PreTrainedConfig.get_config_dict(model)[0]):
         raise CourseError(
-            tr("The config.json of {model} says that it is already quantized.", model=model),
-            todo=tr("Set MODEL to the unquantized one (without -AWQ, -GPTQ, -FP8, -bnb-4bit in its name)."),
+            "The config.json of {model} says that it is already quantized.",
+            todo="Set MODEL to the unquantized one (without -AWQ, -GPTQ, -FP8, -bnb-4bit in its name).",
+            model=model,
         )
 
 
@@ -69,10 +71,12 @@ def require_own_weights(model: str) -> None:
             trust_remote_code=False,
         )
     except Exception as problem:  # a model that only sees, half a file, sizes without sense: it raises anything
-        reason = shorten(f"{type(problem).__name__}: {problem}", 300)
+        reason = shorten(describe(problem), 300)
         raise CourseError(
-            tr("transformers does not load {model} as a text model: {reason}", model=model, reason=reason),
-            todo=tr("Take a model of configs/models.yaml. If it is one of these, download or copy it again."),
+            "transformers does not load {model} as a text model: {reason}",
+            todo="Take a model of configs/models.yaml. If it is one of these, download or copy it again.",
+            model=model,
+            reason=reason,
         ) from problem
     built, report = loaded
     stacks = {_stack(name) for name in built.state_dict()} - {""}
@@ -88,8 +92,10 @@ def require_own_weights(model: str) -> None:
     else:
         return
     raise CourseError(
-        tr("The safetensors files of {model} do not fit its config.json: {seen}.", model=model, seen=seen),
-        todo=tr("Download or copy that model again, config.json and weights together."),
+        "The safetensors files of {model} do not fit its config.json: {seen}.",
+        todo="Download or copy that model again, config.json and weights together.",
+        model=model,
+        seen=seen,
     )
 
 
@@ -195,8 +201,8 @@ def _attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if dropout or kwargs.get("softcap") or kwargs.get("s_aux") is not None:
         raise CourseError(
-            tr("This model's attention has dropout, sinks or softcap, which torch's kernel for packed rows has not."),
-            todo=tr("Set from_pretrained.attn_implementation to sdpa in a copy of the profile."),
+            "This model's attention has dropout, sinks or softcap, which torch's kernel for packed rows has not.",
+            todo="Set from_pretrained.attn_implementation to sdpa in a copy of the profile.",
         )
     rows, heads, length, size = query.shape
     edges = kwargs.get("cu_seq_lens_q")  # from the collator

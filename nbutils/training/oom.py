@@ -89,16 +89,14 @@ def train_within_memory(
 def _cannot_go_on(step: int, settings: StepSettings) -> CourseError:
     """The error of a training that cannot continue in this process."""
     return CourseError(
-        tr(
-            "Out of memory at step {step} with {settings}; the training cannot go on from here by itself.",
-            step=step + 1,
-            settings=settings,
-        ),
-        todo=tr(
+        "Out of memory at step {step} with {settings}; the training cannot go on from here by itself.",
+        todo=(
             "Close other programs on the GPU (other notebooks too) and start again: it resumes from its newest "
             "checkpoint. If it happens again, halve sft.per_device_train_batch_size (the batch stays the same), or "
             "choose a smaller model or sft.max_length, method qlora or a larger GPU."
         ),
+        step=step + 1,
+        settings=settings,
     )
 
 

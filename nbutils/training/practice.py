@@ -7,16 +7,18 @@ its losses are kept in the run folder, so that lesson 04 can judge what lesson 0
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from nbutils import chat, data, files, platforms
 from nbutils.chat import Row
-from nbutils.language import tr
+from nbutils.display import Point, finite
+from nbutils.language import say
+from nbutils.tracking import loss_history, validation_history
 
 FOLDER = "practice"  # below the run
 MAX_LENGTH = 256  # tokens; every bundled row is shorter
@@ -48,12 +50,12 @@ class Practised:
     """What came of it."""
 
     adapter: Path
-    history: dict[str, list[tuple[int, float]]]  # `train` and `validation`, each a loss by step
+    history: dict[str, list[Point]]  # `train` and `validation`, each a loss by step
 
     @property
-    def best(self) -> tuple[int, float]:
+    def best(self) -> Point:
         """The step with the lowest validation loss, and that loss."""
-        return min(self.history["validation"], key=lambda measured: measured[1])
+        return min(self.history["validation"], key=itemgetter(1))
 
 
 def rows_of(practice: Practice) -> list[Row]:
@@ -86,7 +88,7 @@ def train_all(run: Path) -> dict[str, Practised]:
     Example: runs = practice.train_all(lesson.run.path)
     """
     if not platforms.in_kernel():
-        print(tr("Practice runs are left out in a script: they are there to be looked at in a notebook."))
+        say("Practice runs are left out in a script: they are there to be looked at in a notebook.")
         return {}
     return {name: train(practice, folder(run, name)) for name, practice in RUNS.items()}
 
@@ -119,15 +121,21 @@ def small_model(**options: Any) -> Any:
     return get_peft_model(model, lora)
 
 
+def small_tokenizer() -> Any:
+    """The tokenizer of the bundled model."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(files.TINY_MODEL, trust_remote_code=False)
+
+
 def small_batch(rows: int, **options: Any) -> Any:
     """The first bundled rows as the bundled model takes them: padded, or as the options of TRL's collator say.
 
     Example: batch = practice.small_batch(4); small(**batch).loss
     """
-    from transformers import AutoTokenizer
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL, trust_remote_code=False)
+    tokenizer = small_tokenizer()
     dataset = chat.build_dataset(tokenizer, rows_of(Practice(rows=rows)), MAX_LENGTH)
     return DataCollatorForLanguageModeling(tokenizer.pad_token_id, **options)(list(dataset))
 
@@ -158,11 +166,11 @@ def step(model: Any, batch: Any) -> tuple[float, float]:
 
 def _train(practice: Practice, folder: Path) -> dict[str, Any]:
     from datasets import disable_progress_bars, enable_progress_bars
-    from transformers import AutoTokenizer, PrinterCallback, set_seed
+    from transformers import PrinterCallback, set_seed
     from trl import SFTConfig, SFTTrainer
 
     set_seed(practice.seed)
-    tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL, trust_remote_code=False)
+    tokenizer = small_tokenizer()
     examples = chat.filter_by_length(tokenizer, rows_of(practice), MAX_LENGTH)
     every = max(1, practice.steps // MEASURES)
     settings = SFTConfig(
@@ -197,9 +205,4 @@ def _train(practice: Practice, folder: Path) -> dict[str, Any]:
     trainer.train()
     trainer.model.save_pretrained(folder)
     log = trainer.state.log_history
-    return {
-        "train": [(entry["step"], entry["loss"]) for entry in log if "loss" in entry],
-        "validation": [
-            (entry["step"], entry["eval_loss"]) for entry in log if math.isfinite(entry.get("eval_loss", math.nan))
-        ],
-    }
+    return {"train": loss_history(log), "validation": finite(validation_history(log))}

@@ -70,8 +70,9 @@ class Texts:
             yield text
         if not self.read:
             raise CourseError(
-                tr("No text was found in {source}.", source=self.source),
-                todo=tr("Name text files with DATA, or rows whose text is in a column `text`."),
+                "No text was found in {source}.",
+                todo="Name text files with DATA, or rows whose text is in a column `text`.",
+                source=self.source,
             )
 
     def documents(self) -> Iterator[dict[str, str]]:
@@ -87,7 +88,7 @@ class Texts:
             if rng.random() * size < SAMPLE:
                 yield text
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Facts:
         """What the text is: equal as long as no file changes."""
         known = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in self.files]
         return {"files": known, "count": self.limit}
@@ -131,8 +132,10 @@ def _pieces(file: Path) -> Iterator[str]:
 
 def _unreadable(file: Path, problem: str) -> CourseError:
     return CourseError(
-        tr("{file} cannot be read: {problem}.", file=file, problem=problem),
-        todo=tr("Convert it to UTF-8, download it again if it was cut short, or take it out of DATA."),
+        "{file} cannot be read: {problem}.",
+        todo="Convert it to UTF-8, download it again if it was cut short, or take it out of DATA.",
+        file=file,
+        problem=problem,
     )
 
 
@@ -140,8 +143,11 @@ def require_sizes(width: int, depth: int, vocab_size: int) -> None:
     """Refuse a model that cannot be built, before any text is read."""
     if not width or width % WIDTH_STEP or not depth or vocab_size < SMALLEST_VOCABULARY:
         raise CourseError(
-            tr("WIDTH is {width}, DEPTH {depth} and VOCAB {size}.", width=width, depth=depth, size=vocab_size),
-            todo=tr("WIDTH must be a multiple of 128, DEPTH at least 1, VOCAB at least 512, as 128, 2 and 2048 are."),
+            "WIDTH is {width}, DEPTH {depth} and VOCAB {size}.",
+            todo="WIDTH must be a multiple of 128, DEPTH at least 1, VOCAB at least 512, as 128, 2 and 2048 are.",
+            width=width,
+            depth=depth,
+            size=vocab_size,
         )
 
 
@@ -203,8 +209,10 @@ def write_rows(stream: IterableDataset, texts: Texts, tokenizer: Any, length: in
     count = min(MOST_HELD_OUT, len(rows) // 10 + 1)
     if len(rows) <= count:
         raise CourseError(
-            tr("The text has {tokens:,} tokens, and a row {length}.", tokens=card.tokens, length=length),
-            todo=tr("Add text (or raise TEXTS), or lower LENGTH: two rows are needed, one of them is held out."),
+            "The text has {tokens:,} tokens, and a row {length}.",
+            todo="Add text (or raise TEXTS), or lower LENGTH: two rows are needed, one of them is held out.",
+            tokens=card.tokens,
+            length=length,
         )
     numbers = [number * len(rows) // count for number in range(count)]  # from everywhere in the text
     held_out = rows.select(numbers, keep_in_memory=True)
@@ -234,7 +242,7 @@ def shape_of(config: Any) -> models.Shape:
     return models.shape_in("Qwen2", config.to_dict())
 
 
-def with_recipe(resolved: Resolved, config: Any, recipe: dict[str, Any], batch: int, held_out: int) -> Profile:
+def with_recipe(resolved: Resolved, config: Any, recipe: Facts, batch: int, held_out: int) -> Profile:
     """The profile with a recipe for pre-training, SET and the micro-batch for this GPU; prints the forecast.
 
     Example:

@@ -16,7 +16,7 @@ from nbutils.checkpoints import CheckpointSync, Fingerprint, StoredCheckpoint
 from nbutils.config import Profile
 from nbutils.errors import CourseError
 from nbutils.files import CHUNK
-from nbutils.language import tr
+from nbutils.language import say, tr
 from nbutils.plan.forecast import STEP_ARGUMENTS
 from nbutils.plan.recipe import rows_per_step
 from nbutils.record import RunFolder
@@ -49,16 +49,16 @@ def resume_point(run: RunFolder, folders: platforms.Folders, fingerprint: Finger
         for store in stores:
             if not folders.is_attached(store):
                 checkpoints.clear(store)
-        print(tr('RESUME is "never": the earlier checkpoints were removed.'))
+        say('RESUME is "never": the earlier checkpoints were removed.')
         _begin_anew(keep)
         return None
     step = int(resume) if resume.isdecimal() else None
     newest = checkpoints.newest_verified(stores, fingerprint, step)
     if newest is None:
         return None
-    print(tr("continuing from step {step}, kept in {folder}", step=newest.step, folder=newest.archive.parent))
+    say("continuing from step {step}, kept in {folder}", step=newest.step, folder=newest.archive.parent)
     if folders.is_attached(newest.archive):
-        print(tr("[WARN] That folder is attached: go on only if it is yours."))
+        say("[WARN] That folder is attached: go on only if it is yours.")
     folder = _unpack(newest, keep, scratch / "trainer")
     if step is not None:
         _begin_anew(keep)
@@ -82,8 +82,9 @@ def _lock_run(scratch: Path) -> None:
         _LOCKS[scratch].acquire(timeout=0)
     except Timeout:
         raise CourseError(
-            tr("Another process is training in {run} right now.", run=scratch.name),
-            todo=tr("Wait for it, stop it (restart its kernel), or choose another RUN_NAME."),
+            "Another process is training in {run} right now.",
+            todo="Wait for it, stop it (restart its kernel), or choose another RUN_NAME.",
+            run=scratch.name,
         ) from None
 
 
@@ -96,7 +97,7 @@ def unlock_run(scratch: Path) -> None:
 def _begin_anew(keep: Path) -> None:
     """From now on only the checkpoints of the run folder count, not those of earlier or attached folders."""
     files.write_text(keep / checkpoints.BEGAN_ANEW, "Started over, or at a chosen step: only what is here counts.\n")
-    print(tr('Set RESUME back to "auto" for the next start.'))
+    say('Set RESUME back to "auto" for the next start.')
 
 
 def _set_later_aside(keep: Path, step: int) -> None:
@@ -104,7 +105,7 @@ def _set_later_aside(keep: Path, step: int) -> None:
     for later in checkpoints.look(keep):
         archive = later.archive
         if later.step > step and archive.exists():
-            print(tr("The checkpoint of step {step} is set aside: {file}.aside", step=later.step, file=archive))
+            say("The checkpoint of step {step} is set aside: {file}.aside", step=later.step, file=archive)
             for path in (archive.with_suffix(".json"), archive):  # an archive alone does not count
                 path.replace(f"{path}.aside")
 
@@ -121,9 +122,7 @@ def bring_best(newest: Path, keep: Path, fingerprint: Fingerprint, stores: list[
         if stored := checkpoints.first_verified(own, step):
             _unpack(stored, keep, newest.parent)
         else:
-            print(
-                tr("the checkpoint of step {step}, the best so far, is gone: the best from here on counts", step=step)
-            )
+            say("the checkpoint of step {step}, the best so far, is gone: the best from here on counts", step=step)
     if is_step and best.exists():
         state["best_model_checkpoint"] = str(best)
     else:

@@ -22,7 +22,7 @@ from nbutils.checkpoints import Fingerprint
 from nbutils.config import Profile, flat
 from nbutils.disk import require_disk
 from nbutils.errors import CourseError, StoppedByHand
-from nbutils.language import tr
+from nbutils.language import say, tr
 from nbutils.processes import first_signals
 from nbutils.record import Facts, RunFolder
 from nbutils.tracking import Curve, LiveNumbers, best_of, loss_history, validation_history
@@ -37,7 +37,7 @@ SHOWN_FACTS = (  # when the training has ended
 )  # fmt: skip
 
 
-def bookkeeping(scratch: Path, seed: int) -> dict[str, Any]:
+def bookkeeping(scratch: Path, seed: int) -> Facts:
     """The arguments of SFTConfig that are about this machine and this run, not about learning.
 
     Example:
@@ -80,7 +80,7 @@ class TimeBudget:
     def ask_to_end(self, number: int) -> None:
         """Handle a signal: the training ends after its current step."""
         self.ended_by = signal.Signals(number)
-        print(tr("\n{signal}: the training ends after this step, and is saved.", signal=self.ended_by.name), flush=True)
+        say("\n{signal}: the training ends after this step, and is saved.", signal=self.ended_by.name)
 
     def step_ended(self, sync_seconds: float) -> str:
         """Note that a step has ended; why the training must end now, empty if it may go on.
@@ -222,11 +222,12 @@ class CourseCallback(TrainerCallback):
             return
         if state.global_step == 0:
             raise CourseError(
-                tr("The loss of the model is {loss} before the first step.", loss=loss),
-                todo=tr(
+                "The loss of the model is {loss} before the first step.",
+                todo=(
                     "If from_pretrained.dtype is float16, which overflows, set it to float32. Otherwise the weights "
                     "are damaged: download or copy that model again."
                 ),
+                loss=loss,
             )
         self.live.note(tr("[WARN] the validation loss is {loss}: training ends here", loss=loss))
         control.should_training_stop = True
@@ -353,18 +354,16 @@ def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> Train
     resuming.unlock_run(callback.scratch)
     callback.live.on_train_end(state, "stopped" if state.global_step < callback.planned_steps() else "finished")
     if stored:
-        print(tr("safe: checkpoint {step} in {folder}", step=stored.step, folder=stored.archive.parent))
+        say("safe: checkpoint {step} in {folder}", step=stored.step, folder=stored.archive.parent)
     if interrupted:
         raise StoppedByHand(
-            tr(
-                "You stopped the training at step {step} of {steps}; what it learned until then is saved.",
-                step=state.global_step,
-                steps=state.max_steps,
-            ),
-            todo=tr(
+            "You stopped the training at step {step} of {steps}; what it learned until then is saved.",
+            todo=(
                 "To go on, restart the kernel and run all cells, or give the same command again; it "
                 "continues from that step."
             ),
+            step=state.global_step,
+            steps=state.max_steps,
         )
     tracking.write_history(state.log_history, callback.run.logs / "history.json")
     return result
@@ -374,8 +373,8 @@ def _train_session(trainer: Any, callback: CourseCallback, resume: str) -> None:
     """Train what is left after the newest checkpoint."""
     if trainer.state.global_step:
         raise CourseError(
-            tr("This trainer has trained before, and would mix two trainings."),
-            todo=tr("Run the cells again from the one that loads the model (or restart the kernel and run all cells)."),
+            "This trainer has trained before, and would mix two trainings.",
+            todo="Run the cells again from the one that loads the model (or restart the kernel and run all cells).",
         )
     checkpoint = None
     if distributed.is_main():
@@ -383,7 +382,7 @@ def _train_session(trainer: Any, callback: CourseCallback, resume: str) -> None:
         callback.sync = resuming.start_sync(callback.run, callback.scratch, callback.fingerprint, callback.profile)
     checkpoint = distributed.broadcast(checkpoint)
     if checkpoint is None:
-        print(tr("starting at step 0"))
+        say("starting at step 0")
     else:
         checkpoint = callback.scratch / "trainer" / checkpoint.name  # scratch may be elsewhere than the main process's
         distributed.send_folder(checkpoint)
@@ -404,12 +403,10 @@ def _load_finished(trainer: Any, checkpoint: Path) -> None:
     state = TrainerState.load_from_json(str(checkpoint / checkpoints.STATE))
     state.max_steps = state.global_step  # today's MAX_STEPS may be less than it has trained
     trainer.state = state
-    print(
-        tr(
-            "trained before · nothing is left to train: this run has {steps} steps. A larger MAX_STEPS continues "
-            'it (after early stopping SET = "course.early_stopping_patience=0"), RESUME = "never" starts over.',
-            steps=state.global_step,
-        )
+    say(
+        "trained before · nothing is left to train: this run has {steps} steps. A larger MAX_STEPS continues "
+        'it (after early stopping SET = "course.early_stopping_patience=0"), RESUME = "never" starts over.',
+        steps=state.global_step,
     )
 
 
@@ -471,8 +468,8 @@ def save_adapter(result: TrainingResult, tokenizer: Any) -> None:
     run = result.callback.run
     if model.weight_checksums(trainer.model) != result.checksums:
         raise CourseError(
-            tr("The weights of the adapter are no longer those the training ended with."),
-            todo=tr(
+            "The weights of the adapter are no longer those the training ended with.",
+            todo=(
                 "Run the cells again from the one that loads the model; the training is loaded from its last "
                 "checkpoint, not repeated."
             ),

@@ -20,7 +20,6 @@ from torch.utils.data import RandomSampler
 from nbutils import files
 from nbutils.distributed import barrier, local_rank, rank, strategy, world_size
 from nbutils.errors import CourseError
-from nbutils.language import tr
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
 GROUPS = 2  # of weights in the trainer's optimizer, with and without decay; DeepSpeed leaves out the empty one
@@ -36,8 +35,8 @@ def adapt_to_strategy(trainer: Any) -> None:
         return
     if strategy() != "ddp" and not hasattr(trainer, "_prepare_for_training"):
         raise CourseError(
-            tr("This version of transformers writes no checkpoints that any engine continues."),
-            todo=tr("Install 5.6 or newer (pip install -U transformers), or use DDP (torchrun)."),
+            "This version of transformers writes no checkpoints that any engine continues.",
+            todo="Install 5.6 or newer (pip install -U transformers), or use DDP (torchrun).",
         )
     mix_in(trainer, SharedSteps if strategy() == "ddp" else WholeCheckpoints)
     trainer.add_empty_rows()

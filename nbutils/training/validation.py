@@ -18,7 +18,6 @@ from transformers import EarlyStoppingCallback, TrainerState
 from nbutils import distributed
 from nbutils.checkpoints import STATE
 from nbutils.errors import CourseError
-from nbutils.language import tr
 from nbutils.tracking import validation_history
 from nbutils.training import model
 from nbutils.training.sharding import mix_in
@@ -128,8 +127,10 @@ def continue_validation(trainer: Any) -> None:
     earlier = next((entry["eval_rows"] for entry in state.log_history if "eval_rows" in entry), rows)
     if earlier != rows:  # the losses would not compare
         raise CourseError(
-            tr("This training was validated on {earlier} rows, and would be on {rows}.", earlier=earlier, rows=rows),
-            todo=tr('Set SET = "course.validation_rows={earlier}", or choose another RUN_NAME.', earlier=earlier),
+            "This training was validated on {earlier} rows, and would be on {rows}.",
+            todo='Set SET = "course.validation_rows={earlier}", or choose another RUN_NAME.',
+            earlier=earlier,
+            rows=rows,
         )
     step = state.global_step
     is_due = step % state.eval_steps == 0 or step >= state.max_steps
