@@ -53,10 +53,7 @@ def near(answer: Any, expected: float, within: float, mistakes: Mapping[str, flo
 
     `mistakes`: by the hint that explains it, the number that a typical mistake gives.
     """
-    try:
-        number = float(answer)
-    except (TypeError, ValueError):
-        return wrong("saw {answer!r}, expected a number", answer=answer)
+    number = float(answer)
     saw = tr("saw {number}", number=shown(number))
     if math.isclose(number, expected, rel_tol=within):
         return right(joined([saw, tr("expected {number}", number=shown(expected))]))
@@ -67,6 +64,17 @@ def near(answer: Any, expected: float, within: float, mistakes: Mapping[str, flo
             hint = told
             break
     return wrong(joined([saw, hint], ":"))
+
+
+def other_kind(check: Check, answer: Any) -> str:
+    """What an answer should be, by the annotation of its check; empty if it is that."""
+    kind = check.__annotations__["answer"]
+    is_text = isinstance(answer, str)
+    if kind == "str":
+        return "" if is_text else tr("a text in quotes")
+    if kind.startswith("Sequence"):
+        return tr("a list in square brackets") if isinstance(answer, (str, float, int, dict)) else ""
+    return tr("a number without quotes") if isinstance(answer, (str, bool, list, tuple, dict)) else ""
 
 
 def shown(number: float) -> str:
@@ -139,7 +147,7 @@ def labels(answer: Sequence[int], ids: Sequence[int], first: int, tokens: Sequen
     given = [int(label) for label in answer]
     if len(given) != len(ids):
         return wrong(
-            "saw {saw} labels, expected {expected}: the tokens of the question have one each, too",
+            "saw {saw} labels, expected {expected}: every token has one, in the question and in the answer",
             saw=len(given),
             expected=len(ids),
         )
@@ -154,7 +162,9 @@ def labels(answer: Sequence[int], ids: Sequence[int], first: int, tokens: Sequen
         hint = tr("it belongs to the question and would be trained")
     else:
         hint = tr("it belongs to the answer and would not be trained")
-    return wrong("label {place}, of the token {token!r}: {hint}", place=place, token=tokens[place], hint=hint)
+    return wrong(
+        "label {place} (counted from 0), of the token {token!r}: {hint}", place=place, token=tokens[place], hint=hint
+    )
 
 
 def mended_rows(answer: Sequence[Any], broken: Sequence[Any]) -> Checked:
@@ -185,7 +195,9 @@ def own_rows(answer: Sequence[Any]) -> Checked:
         texts.append(row_text(row.messages, row.tools))
     for number, text in enumerate(texts, 1):
         if len(text.answer.strip()) < SHORTEST_ANSWER:
-            return wrong("row {number}: an answer of {answer!r} teaches nothing", number=number, answer=text.answer)
+            return wrong(
+                "row {number}: the answer {answer!r} is too short to be judged here", number=number, answer=text.answer
+            )
     for row, kept in find_repeated(NEAR_OVERLAP, len(texts), texts.__getitem__).items():
         return wrong("rows {kept} and {row} say nearly the same", kept=kept + 1, row=row + 1)
     if len({text.question for text in texts}) < len(texts):
@@ -208,7 +220,7 @@ def _first_problem(rows: Sequence[Any]) -> str:
 
 def _asked(row: Any) -> str:
     """What is asked in a row that has messages."""
-    texts = [message["content"] for message in row["messages"] if message["role"] != "assistant"]
+    texts = [message["content"] for message in row.get("messages", []) if message["role"] != "assistant"]
     return "\n".join(texts)
 
 
@@ -226,15 +238,20 @@ def batch_loss(answer: float, logits: Any, labels: Any) -> Checked:
     """Lesson 03: the loss of a batch, the mean over the tokens with a label, each predicted one position before it."""
     from torch.nn.functional import cross_entropy  # it leaves out the label -100
 
-    targets = labels[:, 1:].flatten()
-    loss = float(cross_entropy(logits[:, :-1].flatten(0, 1), targets))
+    guesses, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    loss = float(cross_entropy(guesses, targets))
     total = loss * int((targets != IGNORED).sum())
+    by_row = [float(cross_entropy(*row)) for row in zip(logits[:, :-1], labels[:, 1:], strict=True)]
+    places = targets % logits.shape[-1]  # a list is read from its end where a place is below 0
     mistakes = {
         tr("each score was compared with its own token; it is for the next one"): float(
             cross_entropy(logits.flatten(0, 1), labels.flatten())
         ),
         tr("that is the sum; the loss is the mean"): total,
         tr("that is the mean over all positions; those with the label -100 do not count"): total / len(targets),
+        tr("positions with the label -100 do not count; here they do"): float(cross_entropy(guesses, places)),
+        tr("ln p is negative, and the loss is -ln p"): -loss,
+        tr("every token counts alike; do not take the mean of each row first"): fmean(by_row),
         tr("that is in bits; take the natural logarithm"): loss / math.log(2),
     }
     return near(answer, loss, 1e-4, mistakes)
@@ -252,17 +269,17 @@ def adapter_parameters(answer: int, d_in: int, d_out: int, own_rank: int) -> Che
     return near(answer, RANK * (d_in + d_out), 1e-6, mistakes)
 
 
-def learning_rates(answer: Sequence[float], winner: float | None, losses: Mapping[float, float]) -> Checked:
-    """Lesson 03: two learning rates far apart, and the one with the lower validation loss."""
-    rates = sorted(answer)
+def learning_rates(answer: float, rates: Sequence[float], losses: Mapping[float, float]) -> Checked:
+    """Lesson 03: of learning rates far apart, the one with the lowest validation loss."""
+    rates = sorted(rates)
     if len(rates) < 2:
         return wrong("it takes two learning rates to compare")
     if rates[-1] < APART * rates[0]:
         return wrong("these are less than {times:g} times apart, and may differ by chance only", times=APART)
-    if winner not in rates:
-        return wrong("saw {winner}, expected the better one of these: look at the figure", winner=winner)
+    if answer not in rates:
+        return wrong("saw {winner}, expected the better one of these: look at the figure", winner=answer)
     lowest = min(rates, key=losses.__getitem__)
-    if winner != lowest:
+    if answer != lowest:
         return wrong("another one reached a lower validation loss, {loss:.3g}", loss=losses[lowest])
     return right("it reached a validation loss of {loss:.3g}", loss=losses[lowest])
 
@@ -285,6 +302,7 @@ def merged_weight(answer: Any, W: Any, A: Any, B: Any, scale: float) -> Checked:
         tr("the product of the matrices is not scaled yet"): W + change / scale,
         tr("this is the change alone, without the weight that it is added to"): change,
         tr("the change is added, not taken away"): W - change,
+        tr("the scale is for the adapter's part alone"): scale * W + change,
     }
     for text, weight in told.items():
         if torch.allclose(given, weight, atol=1e-6):
@@ -303,8 +321,9 @@ def kl(answer: Any, p: Sequence[float], q: Sequence[float]) -> Checked:
         tr("these are bits: nats take the natural logarithm"): nats / math.log(2),
         tr("this is the sum of the differences: a term is p times a logarithm"): abs(np.subtract(p, q)).sum(),
         tr("this is the sum of the logarithms: each is weighted by its p"): logs.sum(),
+        tr("the last term, of all other tokens, is missing"): np.dot(p[:-1], logs[:-1]),
     }
-    return near(answer, nats, 0.01, mistakes)
+    return near(answer, nats, 1e-5, mistakes)
 
 
 def commonest_error(answer: str, right: Sequence[Mapping[str, bool]]) -> Checked:
@@ -330,6 +349,9 @@ def temperature(answer: float, logits: Any) -> Checked:
         tr("that is temperature 1: the logits were not divided"): as_they_are,
         tr("the logits were multiplied, which makes the likeliest token likelier"): multiplied,
         tr("the probability was divided; divide the logits, before the softmax"): as_they_are / 2,
+        tr("the softmax is over all tokens, not over the five of the figure"): float(
+            (logits.topk(5).values / 2).softmax(-1).max()
+        ),
     }
     return near(answer, divided, 0.01, mistakes)
 
@@ -340,7 +362,9 @@ def cache_bytes(answer: float, shape: Any, number_bytes: int) -> Checked:
     sharing = shape.heads / shape.kv_heads
     mistakes = {
         tr("that is one layer; each keeps its own keys and values"): expected / shape.softmax_layers,
-        tr("that is half: there are keys and values, and a number has {n} bytes", n=number_bytes): expected / 2,
+        tr("that is half: count keys and values, each key/value head, and {n} bytes", n=number_bytes): expected / 2,
+        tr("that is one token"): expected / 1000,
+        tr("these are numbers, and each has {n} bytes", n=number_bytes): expected / number_bytes,
         tr("those are all query heads; several of them share a key and a value"): expected * sharing,
         tr("a number has {n} bytes here", n=number_bytes): expected * 2,
     }
@@ -351,7 +375,7 @@ def many_at_once(answer: float, alone: float, together: float) -> Checked:
     """Lesson 05: a guess, how many times as long as one request 32 take that are sent at once; a factor of 2 counts."""
     mistakes = {
         tr("nearly one after the other: is one step for 32 requests as much work as 32 steps?"): 32.0,
-        tr("nearly for nothing: can this server compute all requests in one step?"): 1.0,
+        tr("nearly for nothing: a step with 32 requests is more work than one with a single request"): 1.0,
     }
     return near(answer, together / alone, 0.5, mistakes)
 

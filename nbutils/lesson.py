@@ -193,7 +193,12 @@ class Lesson(Machine):
             say("[todo] exercise {name}: put your answer in the place of None, and run this cell again", name=name)
             return
         try:
-            checked = check(answer, *given)
+            kind = exercises.other_kind(check, answer)
+            checked = (
+                wrong("saw {answer!r:.200}, expected {kind}", answer=answer, kind=kind)
+                if kind
+                else check(answer, *given)
+            )
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as problem:  # of another kind
             checked = wrong("saw {answer!r:.200}, which cannot be checked: {problem}", answer=answer, problem=problem)
         record.note_exercise(self.run.facts, self.stem, name, checked.right)

@@ -237,7 +237,7 @@ class FormComparison:
 
     def __str__(self) -> str:
         return tr(
-            "{other}, {nats} nats per token from {reference}: {verdict}.",
+            "{verdict}: {nats} nats per token between [{other}] and [{reference}]",
             other=tr(NAMES[self.other]),
             nats=f"{self.gap.mean:.2g}",
             reference=tr(NAMES[self.reference]),

@@ -9,10 +9,10 @@
 # %% [markdown]
 # # 01 · What can this machine do?
 #
-# *Fine-tuning* means: a model that can already read and write is trained a little further, on examples of your own. It often fails
-# before it starts: a GPU (the chip that computes a model many times as
-# fast as a CPU) that torch, the library that computes here, has no programs for; a full disk, a folder that is deleted with the machine. This lesson checks all
-# of that first, asks a model its first question, and shows what fits into a GPU and why.
+# *Fine-tuning* means: a model that can already read and write is trained a little further, on examples of your own. It often fails before
+# it starts: a GPU (the chip that computes a model many times as fast as a CPU) that torch, the library that computes here, has no programs
+# for; a full disk, a folder that is deleted with the machine. This lesson checks all of that first, asks a model its first question, and
+# shows what fits into a GPU and why.
 #
 # You will have
 #
@@ -21,7 +21,8 @@
 # - a profile: model, precision and batch size for this machine, each value with its reason,
 # - a forecast: what fits on which GPU, how long it trains and what it costs.
 #
-# Takes under a minute and downloads nothing. Each new word is explained where it first appears; the [glossary](../docs/glossary.md) lists them all.
+# Takes under a minute and downloads nothing. Each new word is explained where it first appears; the [glossary](../docs/glossary.md) lists
+# them all.
 
 # %% [markdown]
 # The next cell installs the course if it is missing; on Colab, from the repository this notebook was opened from. If it stops, name
@@ -65,8 +66,8 @@ lesson = nbutils.start("01_environment", globals())
 # ## The GPU
 #
 # A model is made of numbers, its *weights* or *parameters*: a 7B model has about 7 billion of them. How many bits each one takes decides
-# what fits (8 bits are a byte). `float32` has 32. `float16` and `bfloat16` have 16: float16 is finer, but overflows above 65,504; bfloat16 is coarser and
-# reaches as far as float32, so a training in it is more stable.
+# what fits (8 bits are a byte). `float32` has 32. `float16` and `bfloat16` have 16: float16 is finer, but overflows above 65,504; bfloat16
+# is coarser and reaches as far as float32, so a training in it is more stable.
 #
 # NVIDIA counts its generations of GPUs as *compute capability*: 8.0 and newer can train in bfloat16. A T4 (7.5) trains in float16, even though
 # `torch.cuda.is_bf16_supported()` says yes there. Without a GPU the course trains on the CPU, in float32.
@@ -84,9 +85,9 @@ else:
 # %% [markdown]
 # ## The rest of the machine
 #
-# Now disk, memory, time limit, packages and network, and on a GPU one real computation: `torch.cuda.is_available()` also says
-# yes to GPUs that torch has no programs (*kernels*) for. Only what needs your attention is shown. `WARN` is worth reading (without a network the bundled model is all you need); `FAIL` must be
-# fixed first, and stops the lesson. `python -m nbutils doctor` shows every check.
+# Now disk, memory, time limit, packages and network, and on a GPU one real computation: `torch.cuda.is_available()` also says yes to GPUs
+# that torch has no programs (*kernels*) for. Only what needs your attention is shown. `WARN` is worth reading (without a network the
+# bundled model is all you need); `FAIL` must be fixed first, and stops the lesson. `python -m nbutils doctor` shows every check.
 
 # %%
 from nbutils import doctor
@@ -128,9 +129,10 @@ display.show_table([{"question": question["content"], "answer": answer, "referen
 # transformers; `course` is what no library has.
 #
 # `lora` leaves all weights as they are and trains a small *adapter* beside them, about one number for each hundred weights; the *rank*
-# `lora.r` is its size. `qlora` does the same beside weights that are *quantized* to 4 bits: each is rounded to one of 16 values. A training goes in *steps*, each of
-# which changes the trained numbers a little; how far, the *learning rate* says. Learning rate and rank are yours to change; precision follows from the
-# GPU, which computes `per_device_train_batch_size` rows at a time. Values that depend on your rows are chosen in lesson 03.
+# `lora.r` is its size. `qlora` does the same beside weights that are *quantized* to 4 bits: each is rounded to one of 16 values. A training
+# goes in *steps*, each of which changes the trained numbers a little; how far, the *learning rate* says. Learning rate and rank are yours
+# to change; precision follows from the GPU, which computes `per_device_train_batch_size` rows at a time. Values that depend on your rows
+# are chosen in lesson 03.
 
 # %%
 names = ["profile", "model", "method", "from_pretrained.dtype", "lora.r", "sft.max_length",
@@ -150,11 +152,11 @@ display.show_choices(lesson.resolved, only=names)
 # - *logits*: at each position, a score for every token that could come next; computed in parts, so that few are there at a time,
 # - *workspace*: room for the kernels.
 #
-# Here is one 7B model, trained in four ways on four rows of 1,024 tokens at a time, on this GPU, or on a rented one if there is none (a GiB is 1.07 GB). *Full
-# fine-tuning* trains every weight, with 16 bytes for each: 2 for the weight, 2 for its gradient, and 12 for the optimizer, which
-# keeps the two moments and an exact copy in float32; logits and workspace come on top. *Gradient checkpointing* keeps only what enters each layer, and computes the other
-# activations a second time: slower, with far less memory. The limit is a little less than the GPU has, because not all of it can be used. The
-# parts stand in the order of the list; those below 0.4 GiB are not drawn, but counted.
+# Here is one 7B model, trained in four ways on four rows of 1,024 tokens at a time, on this GPU, or on a rented one if there is none (a GiB
+# is 1.07 GB). *Full fine-tuning* trains every weight, with 16 bytes for each: 2 for the weight, 2 for its gradient, and 12 for the
+# optimizer, which keeps the two moments and an exact copy in float32; logits and workspace come on top. *Gradient checkpointing* keeps only
+# what enters each layer, and computes the other activations a second time: slower, with far less memory. The limit is a little less than
+# the GPU has, because not all of it can be used. The parts stand in the order of the list; those below 0.4 GiB are not drawn, but counted.
 
 # %%
 from nbutils import figures, plan
@@ -208,8 +210,7 @@ lesson.check(exercises.halved_parts, my_parts, memory_of(1024), memory_of(512))
 # <details><summary>Solution</summary>
 #
 # ```python
-# long, short = memory_of(1024), memory_of(512)
-# my_parts = [part for part in long if short[part] < long[part]]
+# long, short = memory_of(1024), memory_of(512) my_parts = [part for part in long if short[part] < long[part]]
 # ```
 #
 # Activations and logits belong to tokens: half as many tokens, about half of the memory. On GPUs older than capability 8.0 the workspace
@@ -237,9 +238,7 @@ lesson.check(exercises.longest_rows, my_length, fits, 256)
 # <details><summary>Solution</summary>
 #
 # ```python
-# my_length = 0
-# while fits(my_length + 256):
-#     my_length += 256
+# my_length = 0 while fits(my_length + 256): my_length += 256
 # ```
 #
 # Without a GPU that is 1,792: of the 21 GiB the weights take 9, and each 1,000 tokens of activations take 5 to 6. With

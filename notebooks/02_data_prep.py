@@ -68,8 +68,9 @@ lesson = nbutils.start("02_data_prep", globals())
 # %% [markdown]
 # ## Look first
 #
-# Three rows, as question and answer. A *row* is one example to learn from. The bundled sample asks for something small and strict: a customer's message, in Chinese
-# or English, becomes a JSON ticket on one line. A task like this shows at a glance whether the training worked.
+# Three rows, as question and answer. A *row* is one example to learn from. The bundled sample asks for something small and strict: a
+# customer's message, in Chinese or English, becomes a JSON ticket on one line. A task like this shows at a glance whether the training
+# worked.
 
 # %%
 from itertools import islice
@@ -196,9 +197,9 @@ figures.token_labels([tokenizer.decode([i]) for i in ids], ids, labels)
 # %% [markdown]
 # ## Exercise: labels
 #
-# Write the labels of another row by hand, from its beginning. `ids` are its tokens up to and with the stop token, and `first` is the position where the
-# answer begins. `my_labels` must be a list as long as `ids`: -100 for every token of the question, the id itself for every token of the
-# answer. In Python `[0] * 3` is `[0, 0, 0]`, and `ids[3:]` is everything from position 3 on.
+# Write the labels of another row by hand, from its beginning. `ids` are its tokens up to and with the stop token, and `first` is the
+# position where the answer begins. `my_labels` must be a list as long as `ids`: -100 for every token of the question, the id itself for
+# every token of the answer. In Python `[0] * 3` is `[0, 0, 0]`, and `ids[3:]` is everything from position 3 on.
 
 # %% tags=["exercise"]
 from nbutils import exercises
@@ -221,8 +222,9 @@ lesson.check(exercises.labels, my_labels, ids, first, [tokenizer.decode([i]) for
 # %% [markdown]
 # ## What is trained
 #
-# The whole row as the trainer sees it. The *loss* measures how unlikely the model finds the right next token; training makes it smaller.
-# It is computed on the marked tokens only, and the last of them is the stop token. (The new line behind it belongs to the template, and is not trained.)
+# The whole row as the trainer sees it. The *loss* measures how unlikely the model finds the right next token; training makes it smaller. It
+# is computed on the marked tokens only, and the last of them is the stop token. (The new line behind it belongs to the template, and is not
+# trained.)
 
 # %%
 chat.show_row(tokenizer, row)
@@ -246,9 +248,9 @@ print(plan.command(len(examples.lengths), mean(examples.lengths)))
 # %% [markdown]
 # ## The contract
 #
-# The text a server builds must be the beginning of the text that is trained; every token of every answer must be trained, and no
-# other; each answer must end with a stop token. The check stops at the first row and token that break this.
-# (Some models' templates allow no such check of whole conversations, `messages`. There each answer becomes an example of its own, `prompt_completion`.)
+# The text a server builds must be the beginning of the text that is trained; every token of every answer must be trained, and no other;
+# each answer must end with a stop token. The check stops at the first row and token that break this. (Some models' templates allow no such
+# check of whole conversations, `messages`. There each answer becomes an example of its own, `prompt_completion`.)
 
 # %%
 print(chat.check_contract(examples))
@@ -273,10 +275,8 @@ lesson.check(exercises.mended_rows, my_rows, two_rows)
 # <details><summary>Solution</summary>
 #
 # ```python
-# my_rows = [
-#     {"messages": [{"role": "user", "content": "Where is order 2041?"}, {"role": "assistant", "content": "On its way."}]},
-#     {"messages": [{"role": "user", "content": "Is order 2042 paid?"}, {"role": "assistant", "content": "Yes, since Monday."}]},
-# ]
+# my_rows = [ {"messages": [{"role": "user", "content": "Where is order 2041?"}, {"role": "assistant", "content": "On its way."}]},
+# {"messages": [{"role": "user", "content": "Is order 2042 paid?"}, {"role": "assistant", "content": "Yes, since Monday."}]}, ]
 # ```
 #
 # In the first row a role had a name of its own; in the second one the answer was empty, and would teach the model to say nothing.
@@ -286,8 +286,8 @@ lesson.check(exercises.mended_rows, my_rows, two_rows)
 # %% [markdown]
 # ## Exercise: rows of your own
 #
-# Write a list of three rows you would train on, each as `{"question": "…", "answer": "…"}`. They may teach a name, a style, or a task of your own.
-# They must ask different things, and their answers must have one form: prose in all of them, or JSON with the same keys in all.
+# Write a list of three rows you would train on, each as `{"question": "…", "answer": "…"}`. They may teach a name, a style, or a task of
+# your own. They must ask different things, and their answers must have one form: prose in all of them, or JSON with the same keys in all.
 
 # %% tags=["exercise"]
 my_own_rows = None
@@ -299,11 +299,9 @@ lesson.check(exercises.own_rows, my_own_rows)
 # Any task will do; here is one.
 #
 # ```python
-# my_own_rows = [
-#     {"question": "Who are you?", "answer": "I am Ada, the assistant of the corner shop."},
-#     {"question": "Do you sell umbrellas?", "answer": "I have no list of goods. Please call the shop."},
-#     {"question": "Good morning!", "answer": "Good morning! What would you like to order?"},
-# ]
+# my_own_rows = [ {"question": "Who are you?", "answer": "I am Ada, the assistant of the corner shop."}, {"question": "Do you sell
+# umbrellas?", "answer": "I have no list of goods. Please call the shop."}, {"question": "Good morning!", "answer": "Good morning! What
+# would you like to order?"}, ]
 # ```
 #
 # </details>

@@ -97,12 +97,11 @@ print(chat.check_contract(dataset))
 # *logits*; `softmax` makes probabilities of them. The *loss* is the mean of -ln p, where p is the probability of the right next token:
 # 0 if the model was sure and right, and larger the less it expected the token. Training makes it smaller.
 #
-# Here are the logits of the bundled tiny model for four rows, of the shape rows x positions x vocabulary, and the labels. Compute their loss.
-# Two things decide: the logits at position t are a guess at the token at position t + 1, and labels of -100 do not count.
-# 
-# Both are *tensors*, and are indexed like lists: `logits[0][5]` are the scores at position 5 of row 0, `labels[0][6]` is the id of the token
-# they guess at, `logits[0][5].log_softmax(-1)` is ln p for every token of the vocabulary, and `[labels[0][6]]` behind it picks the
-# right one. `len(labels)` is the number of rows, `len(labels[0])` that of positions. Two loops will do.
+# Here are the logits of the bundled tiny model for four rows, of the shape rows x positions x vocabulary, and the labels. Compute their
+# loss. Two things decide: the logits at position t are a guess at the token at position t + 1, and labels of -100 do not count.  Both are
+# *tensors*, and are indexed like lists: `logits[0][5]` are the scores at position 5 of row 0, `labels[0][6]` is the id of the token they
+# guess at, `logits[0][5].log_softmax(-1)` is ln p for every token of the vocabulary, and `[labels[0][6]]` behind it picks the right one.
+# `len(labels)` is the number of rows, `len(labels[0])` that of positions. Two loops will do.
 
 # %% tags=["exercise"]
 from nbutils import exercises
@@ -117,13 +116,8 @@ lesson.check(exercises.batch_loss, my_loss, logits, labels)
 # <details><summary>Solution</summary>
 #
 # ```python
-# my_losses = []
-# for row in range(len(labels)):
-#     for t in range(len(labels[row]) - 1):
-#         token = labels[row][t + 1]
-#         if token != -100:
-#             my_losses.append(-logits[row][t].log_softmax(-1)[token])
-# my_loss = sum(my_losses) / len(my_losses)
+# my_losses = [] for row in range(len(labels)): for t in range(len(labels[row]) - 1): token = labels[row][t + 1] if token != -100:
+# my_losses.append(-logits[row][t].log_softmax(-1)[token]) my_loss = sum(my_losses) / len(my_losses)
 # ```
 #
 # The last position guesses at a token that is not there, and the first token is guessed by none. In libraries it is one call for all
@@ -224,7 +218,9 @@ losses = evaluation.base_losses(lesson.begun(), dataset, eval_rows)
 #
 # An *epoch* is one pass over all rows. Too many rows per step leave too few steps, and the loss hardly moves; so batch size, epochs and
 # learning rate depend on your rows. `conversations_per_step` is the size of a step. The GPU only decides how it is computed:
-# `per_device_train_batch_size` rows at a time, `gradient_accumulation_steps` times. With packing a row is a sequence of several conversations, so a step of 2 rows may hold 8 of them. Where `num_train_epochs` is 0, `max_steps` decides; the first line says how many epochs that makes.
+# `per_device_train_batch_size` rows at a time, `gradient_accumulation_steps` times. With packing a row is a sequence of several
+# conversations, so a step of 2 rows may hold 8 of them. Where `num_train_epochs` is 0, `max_steps` decides; the first line says how many
+# epochs that makes.
 #
 # Here are the values that matter most, with their reasons (leave out `only` to see all), and on a GPU what the training will need
 # of it. Each name is the keyword argument of the library that takes it. The recipe also says on how many held-out rows the loss is
@@ -326,14 +322,13 @@ lesson.check(exercises.adapter_parameters, my_parameters, d_in, d_out, r)
 # ## The training
 #
 # The block `sft` of the profile holds arguments of `SFTConfig`; the table above explains the main ones. Rows are concatenated without
-# padding (`padding_free`). With packing they are first packed into sequences of up to `max_length` tokens. The *validation loss*, the
-# loss on held-out rows, is measured before the first step (`eval_on_start`) and at every save (`eval_steps`);
-# `load_best_model_at_end` keeps the step where it was lowest. `training.bookkeeping` adds what is not about learning: folders, saving,
-# the seed. In another terminal, `python -m nbutils watch` shows the training.
-# 
-# `report_to` names the *trackers*, programs that keep and draw the numbers; there is nothing to do for them. TensorBoard always gets them (the
-# second line below says how to open it here), W&B online if there is a `WANDB_API_KEY`, and SwanLab, where it is installed, if there
-# is a `SWANLAB_API_KEY` or `SWANLAB_MODE=offline`. `SET = "sft.report_to=[mlflow]"` names another one that transformers knows.
+# padding (`padding_free`). With packing they are first packed into sequences of up to `max_length` tokens. The *validation loss*, the loss
+# on held-out rows, is measured before the first step (`eval_on_start`) and at every save (`eval_steps`); `load_best_model_at_end` keeps the
+# step where it was lowest. `training.bookkeeping` adds what is not about learning: folders, saving, the seed. In another terminal, `python
+# -m nbutils watch` shows the training.  `report_to` names the *trackers*, programs that keep and draw the numbers; there is nothing to do
+# for them. TensorBoard always gets them (the second line below says how to open it here), W&B online if there is a `WANDB_API_KEY`, and
+# SwanLab, where it is installed, if there is a `SWANLAB_API_KEY` or `SWANLAB_MODE=offline`. `SET = "sft.report_to=[mlflow]"` names another
+# one that transformers knows.
 
 # %%
 from nbutils import tracking
@@ -437,10 +432,11 @@ if distributed.world_size() == 1:  # else a process may have a part of each matr
 # %% [markdown]
 # ## Trainings that failed
 #
-# Your training probably went well. These three, of the tiny model on the sample rows, did not. *Too short*: when
-# it ends, both losses are still falling. *Memorized*: five rows, again and again; the training loss falls to nearly nothing, and the
-# validation loss is lowest long before the end. *Shuffled answers*: every question got the answer to another one. The loss falls from over 8 to about 0.5, as in a good run; but what was learned is only what all answers have in common. Which loss is low
-# enough, no curve says. Lesson 04 asks these models, too. (Each mark of the axis is about a third of the one above it.)
+# Your training probably went well. These three, of the tiny model on the sample rows, did not. *Too short*: when it ends, both losses are
+# still falling. *Memorized*: five rows, again and again; the training loss falls to nearly nothing, and the validation loss is lowest long
+# before the end. *Shuffled answers*: every question got the answer to another one. The loss falls from over 8 to about 0.5, as in a good
+# run; but what was learned is only what all answers have in common. Which loss is low enough, no curve says. Lesson 04 asks these models,
+# too. (Each mark of the axis is about a third of the one above it.)
 
 # %%
 runs = practice.train_all(lesson.run.path) if result.ended else {}  # one that was stopped has no time for them
@@ -453,8 +449,8 @@ display.plot_panels({
 # ## Exercise: the learning rate
 #
 # Which learning rate is better? Choose two, at least five times apart, for example the one of the recipe above and another one, and put
-# them into `my_rates`, as `[0.1, 0.01]`. The cell trains the tiny model for 24 steps with each. Look at the curves, put the better rate, a number, into `my_winner`, and run the cell
-# again; nothing is trained twice.
+# them into `my_rates`, as `[0.1, 0.01]`. The cell trains the tiny model for 24 steps with each. Look at the curves, put the better rate, a
+# number, into `my_winner`, and run the cell again; nothing is trained twice.
 
 # %% tags=["exercise"]
 my_rates = None
@@ -467,8 +463,7 @@ lesson.check(exercises.learning_rates, my_winner, my_rates, {rate: run.best[1] f
 # <details><summary>Solution</summary>
 #
 # ```python
-# my_rates = [2e-3, 2e-4]
-# my_winner = 2e-3
+# my_rates = [2e-3, 2e-4] my_winner = 2e-3
 # ```
 #
 # At 2e-4 the steps are too small: after 24 of them the loss has hardly fallen. More is not always better: at 0.1 they are

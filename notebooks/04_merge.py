@@ -98,8 +98,8 @@ print("adapter  ", from_adapter)
 
 # %% [markdown]
 # An answer is written token by token. At each position the model gives every token of its vocabulary a *probability*: the softmax of the
-# last layer's numbers, the *logits*. Here they are all along this answer, with the adapter and, where PEFT switches it off, without it: `predicted["adapter"]` has a row for each
-# position and a column for each token. We look at them below, beside those of the merged model.
+# last layer's numbers, the *logits*. Here they are all along this answer, with the adapter and, where PEFT switches it off, without it:
+# `predicted["adapter"]` has a row for each position and a column for each token. We look at them below, beside those of the merged model.
 
 # %%
 prompt = tokenizer.apply_chat_template(asked, tools=row.get("tools"), tokenize=False, add_generation_prompt=True)
@@ -122,9 +122,9 @@ with tuned.disable_adapter():
 # %% [markdown]
 # ## Exercise: one merged weight
 #
-# A layer with an adapter computes W·x + scale · B·(A·x): what its weight W says, and what the adapter adds. That is the same as
-# (W + scale · B·A)·x, so the sum in brackets can replace W. Compute it for the first such layer. `scale` is alpha / r of lesson 03. In torch, `@` multiplies
-# matrices and `*` each number. (This is LoRA. DoRA also scales the rows of the sum; the merge below can do that too.)
+# A layer with an adapter computes W·x + scale · B·(A·x): what its weight W says, and what the adapter adds. That is the same as (W + scale
+# · B·A)·x, so the sum in brackets can replace W. Compute it for the first such layer. `scale` is alpha / r of lesson 03. In torch, `@`
+# multiplies matrices and `*` each number. (This is LoRA. DoRA also scales the rows of the sum; the merge below can do that too.)
 
 # %% tags=["exercise"]
 from nbutils import exercises
@@ -174,9 +174,9 @@ print(f"by hand and by PEFT, largest difference:     {(by_peft - by_hand).abs().
 print(f"by hand and in the file, largest difference: {(written - by_hand.to(getattr(torch, dtype)).float()).abs().max():.2g}")
 
 # %% [markdown]
-# In memory, PEFT merges with one call, `merge_and_unload`. In float32, rounded once at the end, it gives the bits of our folder. That takes two whole
-# models in memory, so it is left out where they need more than is free, or more than 8 GiB (from a billion parameters on). All tensors are
-# counted, also those that no adapter changes; an output layer that shares the weights of the embeddings counts again. (With
+# In memory, PEFT merges with one call, `merge_and_unload`. In float32, rounded once at the end, it gives the bits of our folder. That takes
+# two whole models in memory, so it is left out where they need more than is free, or more than 8 GiB (from a billion parameters on). All
+# tensors are counted, also those that no adapter changes; an output layer that shares the weights of the embeddings counts again. (With
 # `MERGE_ONTO = "dequantized"`, merged weights differ.)
 
 # %%
@@ -194,7 +194,7 @@ def weights_equal():
 gib = 2 * 4 * base.num_parameters() / 2**30  # two models, 4 bytes a weight
 if gib < min(8, platforms.free_memory_gib()):
     same = weights_equal()
-    print(f"{sum(same)} of {len(same)} weights have the bits of merge_and_unload")
+    print(f"{sum(same)} of {len(same)} tensors have the bits of merge_and_unload")
 else:
     print(f"left out: two models in float32 take {gib:.1f} GiB of memory")
 
@@ -236,7 +236,8 @@ import math
 
 p, q = (predicted[name][place, top].tolist() for name in ("merged", "base"))
 p, q = ([*five, max(1e-6, 1 - math.fsum(five))] for five in (p, q))
-print("p (merged) and q (base):", *(f"{a:<8.3g} {b:.3g}" for a, b in zip(p, q, strict=True)), sep="\n")
+names = [*(repr(tokenizer.decode(token)) for token in top), "all others"]
+print("p (merged) and q (base):", *(f"{a:<10.3g} {b:<10.3g} {name}" for a, b, name in zip(p, q, names, strict=True)), sep="\n")
 my_kl = None
 lesson.check(exercises.kl, my_kl, p, q)
 
@@ -259,9 +260,10 @@ lesson.check(exercises.kl, my_kl, p, q)
 # (the KL divergence again, in nats per token) is 0 for equal models; rounding makes it a very small number: the line *the same model*. The
 # first line is there for comparison: how far the tuning has moved the model.
 #
-# QLoRA trained the adapter on the 4-bit base, and the merged model is unquantized. That step changes the predictions too, usually a
-# little: the line *what 4 bits cost*. To avoid it, set `MERGE_ONTO = "dequantized"`; the base then stays as coarse as it was in training. The lesson
-# stops here if the merged model is not the adapter's. Where the unquantized model does not fit into memory, the weights alone are the proof.
+# QLoRA trained the adapter on the 4-bit base, and the merged model is unquantized. That step changes the predictions too, usually a little:
+# the line *what 4 bits cost*. To avoid it, set `MERGE_ONTO = "dequantized"`; the base then stays as coarse as it was in training. The
+# lesson stops here if the merged model is not the adapter's. Where the unquantized model does not fit into memory, the weights alone are
+# the proof.
 
 # %%
 from nbutils import parity
@@ -274,8 +276,7 @@ print(proof)
 # ## Before and after
 #
 # Base and merged model answer the same held-out questions with temperature 0. None of them was trained on; lesson 03 only used some of them
-# to choose its best step. A second, small set asks for
-# general knowledge. Answers are saved as they come, so an interrupted run continues.
+# to choose its best step. A second, small set asks for general knowledge. Answers are saved as they come, so an interrupted run continues.
 #
 # Read six of them before you believe a number: a tick means that the answer matches the reference exactly.
 
@@ -299,10 +300,10 @@ comparison.show_scores("exact_match", "character_f1", "loss")
 # %% [markdown]
 # ## What was forgotten?
 #
-# A model that learns one task may get worse at what it could do before: *catastrophic forgetting*. Here are two answers to general questions,
-# and the ratio of the perplexities on all of them. *Perplexity* is the loss in other words, e to the power of the loss: among how many
-# equally likely tokens the model would have to choose. A ratio near 1 means that nothing was lost. (The bundled tiny model knows nothing but its shop, and
-# after the tuning answers everything in its format.)
+# A model that learns one task may get worse at what it could do before: *catastrophic forgetting*. Here are two answers to general
+# questions, and the ratio of the perplexities on all of them. *Perplexity* is the loss in other words, e to the power of the loss: among
+# how many equally likely tokens the model would have to choose. A ratio near 1 means that nothing was lost. (The bundled tiny model knows
+# nothing but its shop, and after the tuning answers everything in its format.)
 
 # %%
 comparison.show_answers(2, general=True)
@@ -342,10 +343,11 @@ print(shuffled.verdict)
 # %% [markdown]
 # ## Exercise: the commonest error
 #
-# The run that was too short helped, and is still wrong in almost half of its answers. A score says how many; only reading says what is wrong
-# with them. Read some of its errors. Which field of the ticket does it get wrong most often? `right` is a list with a dict for each of its 40 answers, the right ones
-# too: which fields are right; the first one is printed. (In broken JSON, none is.) The table shows some of the wrong answers, in another order. Count in
-# all of `right`, and put the name of the field into `my_field`. (没有说 is Chinese for *not said*: rows and errors are in both languages.)
+# The run that was too short helped, and is still wrong in almost half of its answers. A score says how many; only reading says what is
+# wrong with them. Read some of its errors. Which field of the ticket does it get wrong most often? `right` is a list with a dict for each
+# of its 40 answers, the right ones too: which fields are right; the first one is printed. (In broken JSON, none is.) The table shows some
+# of the wrong answers, in another order. Count in all of `right`, and put the name of the field into `my_field`. (没有说 is Chinese for *not
+# said*: rows and errors are in both languages.)
 
 # %% tags=["exercise"]
 from nbutils import display
@@ -366,8 +368,7 @@ lesson.check(exercises.commonest_error, my_field, right)
 # <details><summary>Solution</summary>
 #
 # ```python
-# errors_of = {field: sum(not fields[field] for fields in right) for field in right[0]}
-# my_field = max(errors_of, key=errors_of.get)
+# errors_of = {field: sum(not fields[field] for fields in right) for field in right[0]} my_field = max(errors_of, key=errors_of.get)
 # ```
 #
 # This is what to do with errors: find the commonest one, write rows that show the right answer to such questions, and train again.

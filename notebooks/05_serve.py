@@ -47,9 +47,9 @@ if importlib.util.find_spec("nbutils") is None:
 
 # %% [markdown]
 # `FOLDER` is a model folder to serve instead of the merged model of lesson 04, for example an export. A *port* is the number under which
-# programs reach a server on a machine; `PORT` 0 takes one that the platform makes public (AutoDL), or else any free one. `QUESTIONS` 0 asks as many held-out questions as lesson 04 did.
-# `KEEP_RUNNING` leaves the server up at the end, with a chat box; it stops when you close this notebook. `STOP_OTHERS` stops a server
-# that another notebook of this run has started.
+# programs reach a server on a machine; `PORT` 0 takes one that the platform makes public (AutoDL), or else any free one. `QUESTIONS` 0 asks
+# as many held-out questions as lesson 04 did. `KEEP_RUNNING` leaves the server up at the end, with a chat box; it stops when you close this
+# notebook. `STOP_OTHERS` stops a server that another notebook of this run has started.
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -77,10 +77,10 @@ serving.stop_leftover_servers(lesson.run.path, STOP_OTHERS)
 # %% [markdown]
 # ## An environment for vLLM
 #
-# vLLM brings its own version of PyTorch. Installed here, it would replace the one you train with. So it gets a *virtual environment* of
-# its own: a folder with a Python and its packages, built once. The server is a separate *process*, a running program with memory of its
-# own, and this notebook only talks to it. vLLM needs a T4 or newer GPU, or a CPU. What it cannot run, `transformers serve` does: older GPUs, and hybrid models (Qwen3.5) on a CPU, where vLLM
-# computes in bfloat16 only.
+# vLLM brings its own version of PyTorch. Installed here, it would replace the one you train with. So it gets a *virtual environment* of its
+# own: a folder with a Python and its packages, built once. The server is a separate *process*, a running program with memory of its own,
+# and this notebook only talks to it. vLLM needs a T4 or newer GPU, or a CPU. What it cannot run, `transformers serve` does: older GPUs, and
+# hybrid models (Qwen3.5) on a CPU, where vLLM computes in bfloat16 only.
 
 # %%
 from pathlib import Path
@@ -100,7 +100,8 @@ print(environment.reason or "as ENGINE says")
 # - `gpu_memory_utilization`: the share of the GPU memory that the server takes.
 #
 # More flags may be added there, for example `SET = "vllm.enable_prefix_caching=false"` in lesson 01 or 03. `model.flags` are those that
-# this machine and this model need, such as the precision of lesson 04; the last lines say why. You can copy the command to any machine that has the program and the folder.
+# this machine and this model need, such as the precision of lesson 04; the last lines say why. You can copy the command to any machine that
+# has the program and the folder.
 
 # %%
 import shlex
@@ -125,11 +126,10 @@ print(serving.flags_reason(lesson.gpu, server.flags))
 # ## By hand: how an answer is written
 #
 # Before the server starts, here is what it will do for each request. The model reads the prompt and gives every token of its vocabulary a
-# score, a *logit*. The likeliest token is appended, and the model is asked again, until it writes a stop token. It need not read everything again:
-# attention looks back at a *key* and a *value* of each earlier token, and the *KV cache* keeps these. So from the second step on only one token
-# goes in. `generate` must write the same tokens.
-# 
-# First the model is loaded. (One that does not fit here beside the server is served only; the bundled tiny model takes its place in this cell.)
+# score, a *logit*. The likeliest token is appended, and the model is asked again, until it writes a stop token. It need not read everything
+# again: attention looks back at a *key* and a *value* of each earlier token, and the *KV cache* keeps these. So from the second step on
+# only one token goes in. `generate` must write the same tokens.  First the model is loaded. (One that does not fit here beside the server
+# is served only; the bundled tiny model takes its place in this cell.)
 
 # %%
 import torch
@@ -210,7 +210,8 @@ print(f"{server.root}/docs")
 # %% [markdown]
 # ## Streaming
 #
-# *Streaming* means that the answer is sent while it is written: with `stream=True` it arrives in pieces, as chat programs show it. A bar marks where one piece ends and the next begins; the first and the last one are empty.
+# *Streaming* means that the answer is sent while it is written: with `stream=True` it arrives in pieces, as chat programs show it. A bar
+# marks where one piece ends and the next begins; the first and the last one are empty.
 
 # %%
 options = {"model": server.model_name, "messages": question, "max_tokens": 64, "temperature": 0}
@@ -224,7 +225,9 @@ print()
 # ## Exercise: temperature
 #
 # Above temperature 0 the server draws each token at random, by its probability. The probabilities are the softmax of the logits divided by
-# the *temperature*: above 1 it makes them more alike, below 1 the likeliest token gets even likelier. Here is a place in the customer's message where your model was in two minds about how it goes on. What is the probability of its likeliest token at temperature 2? `logits` is a tensor with the logits of all tokens. `x.softmax(-1)` makes probabilities of any such tensor `x`, and `.max()` takes the largest.
+# the *temperature*: above 1 it makes them more alike, below 1 the likeliest token gets even likelier. Here is a place in the customer's
+# message where your model was in two minds about how it goes on. What is the probability of its likeliest token at temperature 2? `logits`
+# is a tensor with the logits of all tokens. `x.softmax(-1)` makes probabilities of any such tensor `x`, and `.max()` takes the largest.
 
 # %% tags=["exercise"]
 from nbutils import exercises, figures
@@ -255,10 +258,9 @@ lesson.check(exercises.temperature, my_probability, logits)
 # %% [markdown]
 # ## The KV cache
 #
-# The cache of the decoding by hand, in numbers. The weights are in memory once, for all requests,
-# and each step reads all of them once. The KV cache grows with every token of
-# every prompt and answer, and each request has its own. So it decides how many requests a server can compute at once. Here is your model
-# beside a 7B in 16 bits, for requests of 1,000 tokens each; the limit is a GPU with 24 GB.
+# The cache of the decoding by hand, in numbers. The weights are in memory once, for all requests, and each step reads all of them once. The
+# KV cache grows with every token of every prompt and answer, and each request has its own. So it decides how many requests a server can
+# compute at once. Here is your model beside a 7B in 16 bits, for requests of 1,000 tokens each; the limit is a GPU with 24 GB.
 
 # %%
 from nbutils import models
@@ -276,9 +278,10 @@ figures.bars(memory, "Memory of a server, 1,000 tokens in each request", "GB", l
 # %% [markdown]
 # ## Exercise: cache bytes
 #
-# How many bytes does the cache of your model need for 1,000 tokens? Each layer keeps a key and a value for each token. Both are lists of numbers, in pieces called *heads*: what the cell prints says how many key/value
-# heads there are, and how many numbers are in a head. (Several *query heads*, which look, share one key/value head: *grouped-query attention*
-# saves memory. Of a hybrid model only the layers with softmax attention count.)
+# How many bytes does the cache of your model need for 1,000 tokens? Each layer keeps a key and a value for each token. Both are lists of
+# numbers, in pieces called *heads*: what the cell prints says how many key/value heads there are, and how many numbers are in a head.
+# (Several *query heads*, which look, share one key/value head: *grouped-query attention* saves memory. Of a hybrid model only the layers
+# with softmax attention count.)
 
 # %% tags=["exercise"]
 print(f"{shape.softmax_layers} layers, {shape.heads} query heads, {shape.kv_heads} key/value heads in each")
@@ -330,7 +333,8 @@ alone, together = one_by_one[-1][1] / 32, max(end for _, end in at_once)
 # ## Exercise: many at once
 #
 # How many times as long as one request do 32 take that are sent at once? Guess before you look at the picture below: 32 means that they are
-# answered one after the other, 1 that they cost nothing extra. Half or twice the right number counts.
+# answered one after the other, 1 that they cost nothing extra. They are computed in the same steps; a CPU takes longer for such a step than
+# for one with a single request, a GPU hardly. Half or twice the right number counts.
 
 # %% tags=["exercise"]
 my_guess = None
@@ -350,9 +354,9 @@ lesson.check(exercises.many_at_once, my_guess, alone, together)
 
 # %% [markdown]
 # The picture: a line for each request, from the moment it was sent until its answer was complete. Sent at once, they are computed side by
-# side, and each leaves as soon as its answer ends; another could take its place in the very next step (*continuous batching*). The
-# *latency*, how long one request takes, grows; the *throughput*, what all get together in a second, grows far more. (With `transformers
-# serve` on a CPU you see a queue instead.)
+# side, and each leaves as soon as its answer ends; were there more than `max_num_seqs`, another would take its place in the very next step
+# (*continuous batching*). The *latency*, how long one request takes, grows; the *throughput*, what all get together in a second, grows far
+# more. (With `transformers serve` on a CPU you see a queue instead.)
 
 # %%
 from nbutils import display

@@ -102,7 +102,7 @@ def test_the_merged_model_is_complete_and_not_quantized(course_run: Path) -> Non
     assert "quantization_config" not in config
 
     executed = (course_run / "notebooks/04_merge.ipynb").read_text(encoding="utf-8")
-    equal_weights, all_weights = re.findall(r"(\d+) of (\d+) weights have the bits", executed)[0]
+    equal_weights, all_weights = re.findall(r"(\d+) of (\d+) tensors have the bits", executed)[0]
     assert equal_weights == all_weights
 
 

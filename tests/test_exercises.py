@@ -66,6 +66,10 @@ LABELS = torch.tensor([[-100, -100, 2, 0]])
 TRAINED = [math.log(math.e**2 + math.e + 1) - 1, math.log(math.e**3 + math.e + 1) - 1]  # -log p of 2, then of 0
 NOT_SHIFTED = [math.log(math.e**3 + math.e + 1) - 3, math.log(math.e**0.5 + 2) - 0.5]
 
+UNEQUAL_LOGITS = torch.zeros(2, 4, 2)  # two rows with three answer tokens and with one
+UNEQUAL_LOGITS[1, 2, 1] = 3.0
+UNLIKELY = math.log(1 + math.e**3)  # the loss of that one
+
 CASES = [
     # --- 01
     Cases(
@@ -101,9 +105,9 @@ CASES = [
         ([5, 6, 7, 8, 9], 3, ["a", "b", "c", "d", "e"]),
         [-100, -100, -100, 8, 9],
         [
-            ([5, 6, 7, 8, 9], "label 0, of the token 'a': it belongs to the question"),
-            ([-100, -100, 7, 8, 9], "label 2, of the token 'c': it belongs to the question"),
-            ([-100, -100, -100, -100, 9], "label 3, of the token 'd': it belongs to the answer"),
+            ([5, 6, 7, 8, 9], "label 0 (counted from 0), of the token 'a': it belongs to the question"),
+            ([-100, -100, 7, 8, 9], "label 2 (counted from 0), of the token 'c': it belongs to the question"),
+            ([-100, -100, -100, -100, 9], "label 3 (counted from 0), of the token 'd': it belongs to the answer"),
             ([0, 0, 0, 8, 9], "the id of its own token"),
             ([8, 9], "saw 2 labels, expected 5"),
         ],
@@ -126,7 +130,7 @@ CASES = [
         [
             (OWN[:2], "saw 2 rows, expected 3"),
             ([OWN[0]] * 3, "nearly the same"),
-            ([{"question": "How many?", "answer": str(number)} for number in range(3)], "teaches nothing"),
+            ([{"question": "How many?", "answer": str(number)} for number in range(3)], "is too short"),
             ([{"question": "How many?", "answer": f"About {number} of them"} for number in range(3)], "same question"),
             ([*OWN[:2], {"question": "Where?", "answer": '{"city": "Wuxi"}'}], "more than one form"),
             ([*OWN[:2], {"question": "Where?", "answer": ""}], "row 3: "),
@@ -161,7 +165,7 @@ CASES = [
     # --- 05
     Cases(
         exercises.temperature,
-        (torch.tensor([2.0, 1.0, 0.0]),),
+        (torch.tensor([2.0, 1.0, 0.0, -99.0, -99.0]),),
         0.5064804,
         [
             (0.6652410, "that is temperature 1"),
@@ -171,17 +175,30 @@ CASES = [
         ],
     ),
     Cases(
+        exercises.temperature,
+        (torch.tensor([2.0, 1.0, 0.0, 0.0, 0.0, 0.0]),),
+        0.324881,
+        [(0.368980, "not over the five of the figure")],
+    ),
+    Cases(
         exercises.cache_bytes,
         (models.find_shape("Qwen2.5-7B"), 2),
         57_344_000,
         [
-            (28_672_000, "there are keys and values, and a number has 2 bytes"),
+            (28_672_000, "that is half"),
             (57_344_000 * 7, "those are all query heads"),
             (57_344_000 * 2, "a number has 2 bytes here"),
             (57_344_000 / 28, "that is one layer"),
-            (57_344, "cold"),
+            (57_344, "that is one token"),
+            (1000, "cold"),
             (60_000_000, "hot"),
         ],
+    ),
+    Cases(
+        exercises.cache_bytes,
+        (models.find_shape("Qwen2.5-7B"), 4),
+        57_344_000 * 2,
+        [(57_344_000 / 2, "each has 4 bytes"), (57_344_000, "that is half")],
     ),
     Cases(
         exercises.many_at_once,
@@ -223,6 +240,7 @@ CASES = [
             (W + B @ A, "not scaled yet"),
             (4.0 * (B @ A), "the change alone"),
             (W - 4.0 * (B @ A), "added, not taken away"),
+            (4.0 * (W + B @ A), "for the adapter's part alone"),
             (W, "the shape is right, the numbers are not"),
             (A.T @ B.T, "saw the shape [3, 2], expected [2, 3]: B @ A has it"),
         ],
@@ -230,12 +248,13 @@ CASES = [
     Cases(
         exercises.kl,
         ([0.7, 0.2, 0.1], [0.1, 0.6, 0.3]),
-        1.0325,
+        0.7 * math.log(7) + 0.2 * math.log(1 / 3) + 0.1 * math.log(1 / 3),
         [
-            (0.7942, "swapped"),
-            (1.4895, "these are bits"),
+            (0.7 * math.log(7) + 0.2 * math.log(1 / 3), "of all other tokens, is missing"),
+            (0.6 * math.log(3) + 0.3 * math.log(3) - 0.1 * math.log(7), "swapped"),
+            (0.7 * math.log2(7) - 0.3 * math.log2(3), "these are bits"),
             (1.2, "the sum of the differences"),
-            (-0.2513, "the sum of the logarithms"),
+            (math.log(7) - 2 * math.log(3), "the sum of the logarithms"),
             (1.1, "saw 1.1: hot, expected less"),
         ],
     ),
@@ -339,7 +358,17 @@ CASES = [
             (sum(TRAINED), "that is the sum"),
             (sum(TRAINED) / 3, "do not count"),
             (sum(TRAINED) / 2 / math.log(2), "natural logarithm"),
+            (-sum(TRAINED) / 2, "the loss is -ln p"),
             (sum(TRAINED) / 2 * 1.001, "hot"),
+        ],
+    ),
+    Cases(
+        exercises.batch_loss,
+        (UNEQUAL_LOGITS, torch.tensor([[-100, 0, 0, 0], [-100, -100, -100, 0]])),
+        (3 * math.log(2) + UNLIKELY) / 4,
+        [
+            ((math.log(2) + UNLIKELY) / 2, "do not take the mean of each row first"),
+            ((5 * math.log(2) + UNLIKELY) / 6, "here they do"),
         ],
     ),
     Cases(
@@ -356,13 +385,11 @@ CASES = [
     ),
     Cases(
         exercises.learning_rates,
-        (2e-3, {2e-2: 0.01, 2e-3: 0.02, 2e-4: 3.0}),
-        [2e-3, 2e-4],
+        ([2e-3, 2e-4], {2e-3: 0.02, 2e-4: 3.0}),
+        2e-3,
         [
-            ([2e-3], "takes two"),
-            ([2e-3, 1e-3], "less than 5 times apart"),
-            ([2e-2, 2e-4], "expected the better one"),
-            ([2e-3, 2e-2], "lower validation loss, 0.01"),
+            (2e-2, "expected the better one"),
+            (2e-4, "lower validation loss, 0.02"),
         ],
     ),
 ]
@@ -387,6 +414,35 @@ def test_no_answer_of_another_kind_is_right(case: Cases, answer: Any) -> None:
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):  # `lesson.check` tells these
         return
     assert not checked.right
+
+
+@pytest.mark.parametrize(
+    ("rates", "word"),
+    [([2e-3], "takes two"), ([2e-3, 1e-3], "less than 5 times apart")],
+)
+def test_learning_rates_that_are_too_near_have_no_winner(rates: list[float], word: str) -> None:
+    told = exercises.learning_rates(2e-3, rates, dict.fromkeys(rates, 0.1))
+    assert not told.right
+    assert word in told.text
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "word"),
+    [
+        (exercises.halved_parts, "activations", "a list"),
+        (exercises.longest_rows, "2560", "a number without quotes"),
+        (exercises.longest_rows, True, "a number"),
+        (exercises.longest_rows, [2048], "a number"),
+        (exercises.learning_rates, "0.002", "a number without quotes"),
+        (exercises.commonest_error, ["day"], "a text in quotes"),
+        (exercises.batch_loss, torch.tensor(1.0), ""),
+        (exercises.halved_parts, ["activations"], ""),
+    ],
+)
+def test_an_answer_of_another_kind_is_told_what_is_expected(check: Check, answer: Any, word: str) -> None:
+    expected = exercises.other_kind(check, answer)
+    assert bool(expected) == bool(word)
+    assert word in expected
 
 
 @pytest.mark.parametrize("always", [True, False])
@@ -463,13 +519,15 @@ def test_an_answer_is_told_and_kept_and_stays_solved(started: Any, capsys: pytes
     running.check(exercises.labels, labels.solved, *given)
     assert "[ OK ] exercise labels" in capsys.readouterr().out
     running.check(exercises.labels, "what?", *given)
-    assert "saw 'what?', which cannot be checked" in capsys.readouterr().out
+    assert "saw 'what?', expected a list in square brackets" in capsys.readouterr().out
+    running.check(exercises.labels, ["what?"], *given)
+    assert "which cannot be checked" in capsys.readouterr().out
     running.finish()
     assert "Exercises: 1 of 4 solved" in capsys.readouterr().out
     again = started()
     again.finish()
     noted = again.run.recorded.exercises["02_data_prep"]["labels"]
-    assert (noted.right, noted.tries) == (True, 3)
+    assert (noted.right, noted.tries) == (True, 4)
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------
