@@ -441,7 +441,7 @@ if distributed.world_size() == 1:  # else a process may have a part of each matr
 # %%
 runs = practice.train_all(lesson.run.path) if result.ended else {}  # one that was stopped has no time for them
 display.plot_panels({
-    title: {"training": run.history["train"], "validation": run.history["validation"]}
+    title: {"training loss": run.history["train"], "validation loss": run.history["validation"]}
     for title, run in zip(["Too short", "Memorized", "Shuffled answers"], runs.values(), strict=False)
 }, log=True)
 
@@ -456,7 +456,7 @@ display.plot_panels({
 my_rates = None
 my_winner = None
 runs = {rate: practice.train(practice.Practice(steps=24, learning_rate=rate), practice.folder(lesson.run.path, f"rate {rate}")) for rate in my_rates or []}
-display.plot_panels({"Validation loss": {f"{rate:g}": run.history["validation"] for rate, run in runs.items()}}, log=True)
+display.plot_panels({"Validation loss": {f"learning rate {rate:g}": run.history["validation"] for rate, run in runs.items()}}, log=True)
 lesson.check(exercises.learning_rates, my_winner, my_rates, {rate: run.best[1] for rate, run in runs.items()})
 
 # %% [markdown]
@@ -466,8 +466,7 @@ lesson.check(exercises.learning_rates, my_winner, my_rates, {rate: run.best[1] f
 # my_rates = [2e-3, 2e-4] my_winner = 2e-3
 # ```
 #
-# At 2e-4 the steps are too small: after 24 of them the loss has hardly fallen. More is not always better: at 0.1 they are
-# too large, and after 24 of them the loss is hardly lower than at 2e-4.
+# At 2e-4 the steps are too small: after 24 of them the loss is still far above that of 2e-3. More is not always better: at 0.1 they are too large, and the loss ends hardly lower than at 2e-4.
 #
 # </details>
 

@@ -405,7 +405,7 @@ print(same_model)
 # %%
 from nbutils import chat_widget
 
-*opening, last = data.own_language_first(model.questions)[1]
+*opening, last = data.own_language_first(model.questions)[:2][-1]
 max_tokens = max(64, model.evaluator.max_new_tokens)
 talk = chat_widget.Talk(client, server.model_name, opening=opening, max_tokens=max_tokens, temperature=0)
 box = chat_widget.chat(talk, last["content"], live=KEEP_RUNNING)
@@ -418,7 +418,7 @@ box = chat_widget.chat(talk, last["content"], live=KEEP_RUNNING)
 # %%
 if not KEEP_RUNNING:
     server.stop()
-print("The server is", f"running at {server.url}." if server.running else "stopped.", f"Its log: {server.log}")
+print(f"The server is running at {server.url}." if server.running else "The server is stopped.", f"Its log: {server.log}")
 
 # %% [markdown]
 # ## Question

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # 02 · 信得过的数据
 #
-# 微调失败，多半败在数据上：列名不一样，回答是空的，结束符从没训练过。这一课在你花钱租 GPU 之前，按行号把这样的样本找出来。
+# 微调失败，多半败在数据上：列名不一样，回答是空的，表示“到此为止”的结束符从没训练过。这一课在你花钱租 GPU 之前，按行号把这样的样本找出来。
 #
 # 学完这一课，你会得到
 #
@@ -47,7 +47,7 @@ if importlib.util.find_spec("nbutils") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", SOURCE, *ALONE], check=True)
 
 # %% [markdown]
-# `DATA` 可以是一个文件（`.parquet`，或者 `.jsonl`、`.json`、`.csv`、`.tsv`，后四种也可以压缩成 `.gz` 或 `.zst`），可以是放这些文件的目录（含子目录），也可以是 Hugging Face Hub 上的数据集（`owner/name`）；留空就用自带的示例数据。`EVAL_DATA` 指定单独的验证集；留空时，如果 `DATA` 里有 eval、test 或 valid 文件或目录，就用它们（自带的示例数据就有，120 条），否则从 `DATA` 里留出约十分之一作为验证集，至少一条（文件很小时会超过十分之一）。列名是自己取的，就填 `COLUMNS`：`"user=title+body, assistant=reply"`；这时每条样本都要有这些列。换了数据，也换一个 `RUN_NAME`。
+# 第一次学，全部留空。`DATA` 可以是一个文件（`.parquet`，或者 `.jsonl`、`.json`、`.csv`、`.tsv`，后四种也可以压缩成 `.gz` 或 `.zst`），可以是放这些文件的目录（含子目录），也可以是 Hugging Face Hub 上的数据集（`owner/name`）；留空就用自带的示例数据。`EVAL_DATA` 指定单独的验证集；留空时，如果 `DATA` 里有 eval、test 或 valid 文件或目录，就用它们（自带的示例数据就有，120 条），否则从 `DATA` 里留出约十分之一作为验证集，至少一条（文件很小时会超过十分之一）。列名是自己取的，就填 `COLUMNS`：`"user=title+body, assistant=reply"`；这时每条样本都要有这些列。换了数据，也换一个 `RUN_NAME`。
 
 # %% tags=["parameters"]
 PROFILE: str = "auto"
@@ -95,7 +95,7 @@ display.show_table(table, text=display.aligned(table))
 # %% [markdown]
 # ## 统一成一种格式
 #
-# 数据的格式五花八门：alpaca、ShareGPT、一问一答，列名有英文也有中文。这里一律转成 `messages`，对话模板读的就是这种格式。
+# 数据的格式五花八门：alpaca、ShareGPT（两种常见的格式）、一问一答，列名有英文也有中文。这里一律转成 `messages`，对话模板读的就是这种格式。
 
 # %%
 formats = [
@@ -131,7 +131,7 @@ data.show(next(data.read_rows(mine)))
 # %% [markdown]
 # ## 准备数据
 #
-# 现在轮到真正的数据：逐条检查，去掉重复样本，划分，统计。一条样本进不进验证集，只由问题决定。所以以后添加样本，旧样本的划分不会变，也不会有哪个问题既用来训练又用来验证。验证集太小，不管怎么训练都证明不了什么，数据卡片会直接说出来。后面列出每种原因最先剔除的几条样本，带文件名和行号。
+# 现在轮到真正的数据：逐条检查，去掉重复样本，划分，统计。一条样本进不进验证集，只由问题决定（数据自带验证集时，就用自带的）。所以以后添加样本，旧样本的划分不会变，也不会有哪个问题既用来训练又用来验证。验证集太小，不管怎么训练都证明不了什么，数据卡会直接说出来。如果有样本被剔除，后面会列出每种原因最先的几条，带文件名和行号；自带的示例数据没有。（*指纹*：任何一条样本变了，它就变。）
 
 # %%
 card = data.prepare(
@@ -142,7 +142,7 @@ print(card)
 print(card.rejected_text(lesson.run.data / "rejected.jsonl"))
 
 # %% [markdown]
-# 有没有样本含隐私数据（手机号、邮箱、密钥）？模型可能把训练过的内容原样说出来。剔除的样本里还有*近似重复*（near duplicate）：和另一条样本意思相同、用词也几乎相同；如果出现在验证集里，模型看起来就会比实际好（`near_leak`）。
+# 有没有样本含隐私数据（手机号、邮箱、密钥）？模型可能把训练过的内容原样说出来。剔除的样本里还可能有*近似重复*（near duplicate）：和另一条样本意思相同、用词也几乎相同；如果出现在验证集里，模型看起来就会比实际好。
 
 # %%
 print(*card.examples or ["没有发现隐私数据"], sep="\n")
@@ -169,7 +169,7 @@ print(tokenizer.apply_chat_template(row["messages"][:-1], tools=row.get("tools")
 # %% [markdown]
 # ## 从文本到标签
 #
-# 模型读的不是文字。分词器（tokenizer）先把文本切成 *token*：词、词的一部分、符号。每个 token 有一个编号（id）。标签（label）就是要模型学会写出的内容：每个位置上是该 token 的 id；不需要学的位置是 -100。下面从问题的末尾开始：问题是灰色，回答是绿色。
+# 模型读的不是文字。分词器（tokenizer）先把文本切成 *token*：词、词的一部分、符号。每个 token 有一个编号（id）。标签（label）就是要模型学会写出的内容：每个位置上是该 token 的 id；不需要学的位置是 -100。下面从问题的末尾开始：问题是灰色，回答是绿色（· 是空格，⏎ 是换行）。最后一个绿色的是*结束符*，表示一条消息到此为止：模型没学过结束符，就会一直写下去，停不下来。
 
 # %%
 from nbutils import chat, figures
@@ -177,19 +177,19 @@ from nbutils import chat, figures
 stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
 examples = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids=stop_ids)
 example = examples.examples[train_rows.index(row)]
-first = max(0, example.trained.find(1) - 12)
+first = max(0, example.trained.find(1) - 10)
 ids, labels = list(example.ids)[first:][:50], example.labels[first:][:50]
 figures.token_labels([tokenizer.decode([i]) for i in ids], ids, labels)
 
 # %% [markdown]
 # ## 练习：标签
 #
-# 给另一条样本亲手写标签。`ids` 是它的 token，到结束符为止（含结束符）；`first` 是回答开始的位置。`my_labels` 是一个列表，和 `ids` 一样长：问题的每个 token 写 -100，回答的每个 token 写它自己的 id。在 Python 里，`[0] * 3` 就是 `[0, 0, 0]`，`ids[3:]` 是从位置 3 开始的全部内容。
+# 给另一条样本从头写标签。`ids` 是它的 token，到结束符为止（含结束符）；`first` 是回答开始的位置。`my_labels` 是一个列表，和 `ids` 一样长：问题的每个 token 写 -100，回答的每个 token 写它自己的 id。在 Python 里，`[0] * 3` 就是 `[0, 0, 0]`，`ids[3:]` 是从位置 3 开始的全部内容。
 
 # %% tags=["exercise"]
 from nbutils import exercises
 
-ids, first = examples.examples[0].first_answer()
+ids, first = examples.examples[-1].first_answer()
 my_labels = None
 lesson.check(exercises.labels, my_labels, ids, first, [tokenizer.decode([i]) for i in ids])
 
@@ -207,7 +207,7 @@ lesson.check(exercises.labels, my_labels, ids, first, [tokenizer.decode([i]) for
 # %% [markdown]
 # ## 训练的是哪些 token
 #
-# 整条样本，这次是 trainer 看到的样子。*损失*（loss）衡量模型觉得正确的下一个 token 有多意外，训练就是让它变小。只有标绿的 token 计算损失；其中最后一个是*结束符*：模型没学过结束符，就会一直写下去，停不下来。
+# 整条样本，这次是 trainer 看到的样子。*损失*（loss）衡量模型觉得正确的下一个 token 有多意外，训练就是让它变小。只有标绿的 token 计算损失；其中最后一个是结束符。（结束符后面的换行属于模板，不训练。）
 
 # %%
 chat.show_row(tokenizer, row)
@@ -229,7 +229,7 @@ print(plan.command(len(examples.lengths), mean(examples.lengths)))
 # %% [markdown]
 # ## 约定
 #
-# 训练和推理的输入必须一致：服务按对话模板拼出的提示词，要和训练文本中回答之前的部分逐 token 相同；每个回答的每个 token 都要训练，别的 token 都不训练；每个回答都要以结束符收尾。遇到第一处不符合，检查就停下，指出是哪条样本、哪个 token。格式 `messages` 表示训练整段对话；`prompt_completion` 表示对话模板不能照服务看到的样子标出回答，所以每个回答单独成为一条训练样本。
+# 训练和推理的输入必须一致：服务按对话模板拼出的提示词，要和训练文本中回答之前的部分逐 token 相同；每个回答的每个 token 都要训练，别的 token 都不训练；每个回答都要以结束符收尾。遇到第一处不符合，检查就停下，指出是哪条样本、哪个 token。（有些模型的模板没法对整段对话 `messages` 做这项检查，就让每个回答单独成为一条训练样本，格式 `prompt_completion`。）
 
 # %%
 print(chat.check_contract(examples))
@@ -237,15 +237,17 @@ print(chat.check_contract(examples))
 # %% [markdown]
 # ## 练习：修好样本
 #
-# 下面两条样本各有一个错误。一条样本的消息（messages）有两种角色，轮流出现：`user` 提问，`assistant` 回答；内容都不能为空。先用 `print(data.problems_of(broken[0]))` 看看检查怎么说，再把两条改对写进 `my_rows`。问题的文字不要改。
+# 下面两条样本各有一个错误。一条样本的消息（messages）有两种角色，轮流出现：`user` 提问，`assistant` 回答；内容都不能为空。检查怎么说，打印在下面。把两条改对，按原来的顺序写进 `my_rows`。问题的文字不要改。
 
 # %% tags=["exercise"]
-broken = [
+two_rows = [
     {"messages": [{"role": "customer", "content": "2041 号订单到哪儿了？"}, {"role": "assistant", "content": "已经在路上。"}]},
     {"messages": [{"role": "user", "content": "2042 号订单付款了吗？"}, {"role": "assistant", "content": ""}]},
 ]
+for broken_row in two_rows:
+    print(*data.problems_of(broken_row))
 my_rows = None
-lesson.check(exercises.mended_rows, my_rows, broken)
+lesson.check(exercises.mended_rows, my_rows, two_rows)
 
 # %% [markdown]
 # <details><summary>参考答案</summary>
@@ -264,7 +266,7 @@ lesson.check(exercises.mended_rows, my_rows, broken)
 # %% [markdown]
 # ## 练习：自己的样本
 #
-# 写三条你想用来训练的样本：一个名字、一种语气、一项任务都可以。三条要问不同的事；回答要用同一种形式：要么都是普通文字，要么都是键相同的 JSON。
+# 写三条你想用来训练的样本，放在一个列表里，每条写成 `{"question": "……", "answer": "……"}`。教它一个名字、一种语气、一项任务都可以。三条要问不同的事；回答要用同一种形式：要么都是普通文字，要么都是键相同的 JSON。
 
 # %% tags=["exercise"]
 my_own_rows = None
@@ -291,7 +293,7 @@ lesson.check(exercises.own_rows, my_own_rows)
 # 验证集为什么要在训练前留出，而不是训练后？把 `"a"`、`"b"` 或 `"c"` 填进 `my_choice`。
 #
 # - **a**：因为训练完就没有时间了
-# - **b**：因为模型会已经用这些样本训练过
+# - **b**：因为那时模型已经用这些样本训练过了
 # - **c**：因为样本少一些，训练更快
 
 # %% tags=["exercise"]

@@ -93,7 +93,9 @@ print(chat.check_contract(dataset))
 #
 # *批*（batch）就是放在一起计算的几条样本。在每个位置上，模型给词表里的每个 token 打一个分，叫 *logits*；`softmax` 把分数变成概率。*损失*（loss）是 -ln p 的平均值，p 是正确的下一个 token 的概率：模型有把握而且对了，损失就是 0；越没料到，损失越大。训练就是让损失变小。
 #
-# 下面是自带的小模型对四条样本给出的 logits（形状是样本 × 位置 × 词表）和标签，请算出它们的损失。关键有两点：位置 t 的 logits 猜的是位置 t + 1 的 token；标签是 -100 的位置不算。`log_softmax(-1)` 给出 ln p，`gather` 取出正确 token 的那一项。
+# 下面是自带的小模型对四条样本给出的 logits（形状是样本 × 位置 × 词表）和标签，请算出它们的损失。关键有两点：位置 t 的 logits 猜的是位置 t + 1 的 token；标签是 -100 的位置不算。
+#
+# 两者都是 *tensor*，可以像列表一样用下标：`logits[0][5]` 是样本 0 在位置 5 上的分数，`labels[0][6]` 是它要猜的那个 token 的 id；`logits[0][5].log_softmax(-1)` 是词表里每个 token 的 ln p，后面再加 `[labels[0][6]]`，就取出正确的那一项。`len(labels)` 是样本数，`len(labels[0])` 是位置数。写两层循环就够了。
 
 # %% tags=["exercise"]
 from nbutils import exercises
@@ -108,12 +110,16 @@ lesson.check(exercises.batch_loss, my_loss, logits, labels)
 # <details><summary>参考答案</summary>
 #
 # ```python
-# guesses, targets = logits[:, :-1], labels[:, 1:]
-# counts = targets != -100
-# my_loss = -guesses[counts].log_softmax(-1).gather(-1, targets[counts][:, None]).mean()
+# my_losses = []
+# for row in range(len(labels)):
+#     for t in range(len(labels[row]) - 1):
+#         token = labels[row][t + 1]
+#         if token != -100:
+#             my_losses.append(-logits[row][t].log_softmax(-1)[token])
+# my_loss = sum(my_losses) / len(my_losses)
 # ```
 #
-# 最后一个位置猜的 token 并不存在，第一个 token 也没有谁来猜，所以两边各去掉一个位置。
+# 最后一个位置猜的 token 并不存在，第一个 token 也没有谁来猜。在库里，所有位置一次调用就算完：`cross_entropy`，下一个单元格就会用到。
 #
 # </details>
 
@@ -145,7 +151,7 @@ print(f"手算 {by_hand:.5f}，库算 {by_library:.5f}，走一步之后 {small(
 # - *packing*：短样本首尾相接。如果都补齐（padding）到最长的一条，补的部分白占内存和时间。
 # - *sdpa*：计算注意力时，不像 *eager* 那样为每一对 token 保存一个数，没有代价。
 #
-# 下面是在 CPU 上用小模型实测的结果，每种只跑一步，所以秒数只是大概；换成大模型，比例也会不同。
+# 下面是在 CPU 上用小模型实测的结果，每种只跑一步，所以秒数只是大概。“中间结果”就是留给 `backward` 用的。换成大模型，比例也会不同。
 
 # %%
 from nbutils import display
@@ -160,11 +166,11 @@ practice.step(small, part)  # 进程的第一步很慢
 table = []
 for name, one, rows in [
     ("8 条样本，补齐", small, padded),
-    ("同上，4 bit", in_4_bits, padded),
-    ("同上，梯度检查点", recomputing, padded),
-    ("其中 2 条：梯度累积时的四分之一步", small, part),
+    ("8 条样本，补齐，4 bit", in_4_bits, padded),
+    ("8 条样本，补齐，梯度检查点", recomputing, padded),
+    ("2 条样本，补齐：梯度累积时的四分之一步", small, part),
     (f"8 条样本，packing：{packed['input_ids'].numel()} 个位置，补齐时是 {padded['input_ids'].numel()} 个", small, packed),
-    ("同上，eager 注意力", practice.small_model(attn_implementation="eager"), packed),
+    ("8 条样本，packing，eager 注意力", practice.small_model(attn_implementation="eager"), packed),
 ]:
     kept, seconds = practice.step(one, rows)
     size = one.get_memory_footprint() / 2**20
@@ -174,9 +180,9 @@ display.show_table(table, text=display.aligned(table))
 # %% [markdown]
 # ## 4 bit 还是 16 bit？
 #
-# 4 bit 时，每个权重只能取 16 个值之一，再乘上*量化常数*（scale）；每 64 个相邻的权重共用一个。这 16 个值放在哪里好？图里是小模型的一个真实矩阵，竖线就是这 16 个值。训练好的权重大多很小，NF4 的 16 个取值按正态分布设置，0 附近更密，正好适合。`fp4` 的取值是 4 bit 浮点数：四个值都挤在 0 上，两边反而空着，所以误差更大。
+# 4 bit 时，每个权重只能取 16 个值之一，再乘上*量化常数*（scale）；每 64 个相邻的权重共用一个。这 16 个值放在哪里好？图里是小模型的一个真实矩阵，竖线就是这 16 个值。训练好的权重大多很小，NF4 的 16 个取值按正态分布设置，0 附近更密，正好适合。`fp4` 的取值是 4 bit 浮点数：四个值都挤在 0 上，0 的两旁反而空着，所以误差更大。（两端的尖峰：每组里最大的那个总是 ±1。）
 #
-# 代价因模型而异：有的效果下降不少，有的几乎没有影响。所以训练之前先测：基座模型在一部分验证集样本上的损失，再把线性层的权重都舍入到 4 bit，重新算一遍。在 GPU 上，损失最多升高 0.05（单位是每个 token 的 nat），或者 16 bit 放不下，`method: auto` 就用 4 bit。没有 GPU 或者没法测的时候，不到 10 亿参数的模型用 16 bit，其他的用 4 bit。自带的小模型不论代价多少都用 4 bit 训练，这样这一课走的就是真实流程。它们还完全不会这个任务，损失本来就高，舍入反而可能让损失下降：错误的猜测不那么肯定了。
+# 代价因模型而异：有的效果下降不少，有的几乎没有影响。所以训练之前先测：基座模型在一部分验证集样本上的损失，再把线性层的权重都舍入到 4 bit，重新算一遍。自带的小模型不论结果如何都用 4 bit 训练，这样这一课走的就是真实流程。它还完全不会这个任务，损失本来就高，舍入反而可能让损失下降：错误的猜测不那么肯定了。（别的模型由 `method: auto` 决定。有 GPU 时，每个 token 的损失最多升高 0.05 nat，或者 16 bit 放不下，就用 4 bit；nat 是用自然对数时损失的单位。没有 GPU 时，不到 10 亿参数的用 16 bit，其他的用 4 bit。）
 
 # %%
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
@@ -255,7 +261,7 @@ display.show_answers(questions, before=before)
 # %% [markdown]
 # ## 适配器
 #
-# LoRA 给权重 W 加上两个小矩阵 A 和 B：这一层原来算 W·x，现在算 W·x + (alpha/r)·B·(A·x)。A 有 r 行，B 有 r 列，只训练这两个。秩（rank）`r` 限制能学多少，`alpha / r` 调节适配器的作用大小。
+# LoRA 给权重 W 加上两个小矩阵 A 和 B：这一层原来算 W·x，现在算 W·x + (alpha/r)·B·(A·x)。A 有 r 行，B 有 r 列，只训练这两个。秩（rank）`r` 限制能学多少，`alpha / r`（也叫 scale）调节适配器的作用大小。
 
 # %%
 from peft import LoraConfig
@@ -292,7 +298,9 @@ lesson.check(exercises.adapter_parameters, my_parameters, d_in, d_out, r)
 # %% [markdown]
 # ## 训练设置
 #
-# 配置里的 `sft` 一块就是 `SFTConfig` 的参数，上面的表讲了主要几个的理由。样本首尾相接，不补 padding（`padding_free`）；开了 packing，会先拼成不超过 `max_length` 个 token 的序列。*验证损失*（validation loss）是在验证集上算的损失，第一步之前（`eval_on_start`）和每次保存时（`eval_steps`）都会算；`load_best_model_at_end` 保留验证损失最低的那一步。`training.bookkeeping` 补上和学习本身无关的设置：目录、保存、随机种子。`report_to` 写的是把数字记到哪些工具里：TensorBoard（下面输出的第二行写着在这台机器上怎么打开）；W&B，有 `WANDB_API_KEY` 就在线记录；设了 `SWANLAB_API_KEY` 或 `SWANLAB_MODE=offline`，装了 SwanLab 就还有它。想用 transformers 支持的别的工具，就写 `SET = "sft.report_to=[mlflow]"`。在另一个终端里运行 `python -m nbutils watch`，可以看训练进度。
+# 配置里的 `sft` 一块就是 `SFTConfig` 的参数，上面的表讲了主要几个的理由。样本首尾相接，不补 padding（`padding_free`）；开了 packing，会先拼成不超过 `max_length` 个 token 的序列。*验证损失*（validation loss）是在验证集上算的损失，第一步之前（`eval_on_start`）和每次保存时（`eval_steps`）都会算；`load_best_model_at_end` 保留验证损失最低的那一步。`training.bookkeeping` 补上和学习本身无关的设置：目录、保存、随机种子。在另一个终端里运行 `python -m nbutils watch`，可以看训练进度。
+#
+# 第一次学可以跳过这一段。`report_to` 写的是把数字记到哪些工具里：TensorBoard 总会记（下面输出的第二行写着在这台机器上怎么打开）；有 `WANDB_API_KEY`，W&B 就在线记录；装了 SwanLab，并设了 `SWANLAB_API_KEY` 或 `SWANLAB_MODE=offline`，也会记到 SwanLab。想用 transformers 支持的别的工具，就写 `SET = "sft.report_to=[mlflow]"`。
 
 # %%
 from nbutils import tracking
@@ -312,7 +320,7 @@ settings = SFTConfig(
     eval_on_start=bool(validation),
     **training.bookkeeping(lesson.scratch, SEED),
 )
-print(f"learning_rate {settings.learning_rate:g}，每步 {settings.per_device_train_batch_size} x {settings.gradient_accumulation_steps} 条")
+print(f"learning_rate {settings.learning_rate:g}，每步 {settings.per_device_train_batch_size} x {settings.gradient_accumulation_steps} 条拼接后的序列")
 
 # %% [markdown]
 # trainer 接收模型、适配器、token，以及两个回调（callback）。`EarlyStoppingCallback` 是 transformers 自带的：验证损失连续几次不再下降，就结束训练。另一个是课程写的：在后台把 checkpoint 复制到运行目录并在那里校验，赶在平台到时限之前结束训练，还会显示进度。`prepare` 让验证损失按全部 token 取平均（trainer 自己的算法是按批取平均），把适配器转成 float32（TRL 会转成 bfloat16，而 T4 不能用 bfloat16 训练），再把 LoRA 的加法融合到矩阵乘法里：结果一样，时间更短。
@@ -356,7 +364,7 @@ display.plot_losses(result.history, lesson.run.logs / "loss.png", kept=result.ke
 # %% [markdown]
 # ## 训练后
 #
-# 还是那三个问题，现在带着适配器回答。第 04 课会问完验证集的所有问题，再比较分数。保存时只存 A 和 B，所以适配器很小；先写到临时目录，写完整了再改名。
+# 还是那三个问题，现在带着适配器回答。第 04 课会问完验证集的所有问题，再比较分数。保存时只存 A 和 B，所以适配器很小：7B 模型的适配器只有模型的百分之一左右。（自带的模型太小，和它的适配器差不多大。）先写到临时目录，写完整了再改名。
 
 # %%
 after = evaluation.answer_rows(trainer.model, tokenizer, questions)
@@ -381,26 +389,26 @@ if distributed.world_size() == 1:  # 多个进程时，一个进程可能只有�
 # %% [markdown]
 # ## 失败的训练
 #
-# 你的训练大概很顺利。下面三次用小模型训练自带的样本，都失败了，每次只要几秒。*步数太少*：结束时两条曲线都还在降。*死记硬背*：五条样本反复训练，训练损失几乎降到 0，验证损失却早就过了最低点。*回答打乱*：每个问题配的是别的问题的答案。损失降得很漂亮，却没学到有用的东西，只学到所有答案的共同之处。这一点光看损失看不出来；第 04 课会让这几个模型也来答题。
+# 你的训练大概很顺利。下面三次用小模型训练自带的样本，都失败了。*步数太少*：结束时两条曲线都还在降。*死记硬背*：五条样本反复训练，训练损失几乎降到 0，验证损失却早就过了最低点。*回答打乱*：每个问题配的是别的问题的答案。损失从 8 以上降到 0.5 左右，看上去和成功的训练一样，学到的却只是所有答案的共同之处。损失要多低才算好，曲线不会说；第 04 课会让这几个模型也来答题。（纵轴上，每一格大约是上一格的三分之一。）
 
 # %%
 runs = practice.train_all(lesson.run.path) if result.ended else {}  # 训练被中途停止时，没有时间做这些
 display.plot_panels({
-    title: {"训练": run.history["train"], "验证损失": run.history["validation"]}
+    title: {"训练损失": run.history["train"], "验证损失": run.history["validation"]}
     for title, run in zip(["步数太少", "死记硬背", "回答打乱"], runs.values(), strict=False)
 }, log=True)
 
 # %% [markdown]
 # ## 练习：学习率
 #
-# 哪个学习率更好？选两个，至少相差五倍，比如上面配方里的那个和另外一个，像 `[0.1, 0.01]` 这样填进 `my_rates`。这个单元格会用每个学习率把小模型训练 24 步。看曲线，把更好的那个填进 `my_winner`，再运行一遍；练过的不会重练。
+# 哪个学习率更好？选两个，至少相差五倍，比如上面配方里的那个和另外一个，像 `[0.1, 0.01]` 这样填进 `my_rates`。这个单元格会用每个学习率把小模型训练 24 步。看曲线，把更好的那个数（不加引号）填进 `my_winner`，再运行一遍；练过的不会重练。
 
 # %% tags=["exercise"]
 my_rates = None
 my_winner = None
 runs = {rate: practice.train(practice.Practice(steps=24, learning_rate=rate), practice.folder(lesson.run.path, f"rate {rate}")) for rate in my_rates or []}
-display.plot_panels({"验证损失": {f"{rate:g}": run.history["validation"] for rate, run in runs.items()}}, log=True)
-lesson.check(exercises.learning_rates, my_rates, my_winner, {rate: run.best[1] for rate, run in runs.items()})
+display.plot_panels({"验证损失": {f"学习率 {rate:g}": run.history["validation"] for rate, run in runs.items()}}, log=True)
+lesson.check(exercises.learning_rates, my_winner, my_rates, {rate: run.best[1] for rate, run in runs.items()})
 
 # %% [markdown]
 # <details><summary>参考答案</summary>
@@ -410,7 +418,7 @@ lesson.check(exercises.learning_rates, my_rates, my_winner, {rate: run.best[1] f
 # my_winner = 2e-3
 # ```
 #
-# 2e-4 的步子太小，24 步之后损失几乎没怎么降。但也不是越大越好：0.1 的步子迈得太大，24 步之后损失和 2e-4 差不多。
+# 2e-4 的步子太小，24 步之后损失还远高于 2e-3。但也不是越大越好：0.1 的步子迈得太大，最后的损失和 2e-4 差不多。
 #
 # </details>
 

@@ -98,7 +98,7 @@ print("参考答案", reference["content"])
 print("适配器  ", from_adapter)
 
 # %% [markdown]
-# 回答是一个 token 一个 token 生成的。在每个位置，模型给词表里的每个 token 一个*概率*：最后一层输出的数叫 logits，做一次 softmax 就得到概率。下面沿着这个回答，把每个位置的概率都算出来：先带适配器算一遍，再用 PEFT 的 `disable_adapter` 关掉适配器算一遍。稍后和合并后的模型放在一起看。
+# 回答是一个 token 一个 token 生成的。在每个位置，模型给词表里的每个 token 一个*概率*：最后一层输出的数叫 logits，做一次 softmax 就得到概率。下面沿着这个回答，把每个位置的概率都算出来：先带适配器算一遍，再用 PEFT 的 `disable_adapter` 关掉适配器算一遍。`predicted["adapter"]` 每行是一个位置，每列是一个 token。稍后和合并后的模型放在一起看。
 
 # %%
 prompt = tokenizer.apply_chat_template(asked, tools=row.get("tools"), tokenize=False, add_generation_prompt=True)
@@ -121,7 +121,7 @@ with tuned.disable_adapter():
 # %% [markdown]
 # ## 练习：合并一个权重
 #
-# 带适配器的层计算 W·x + scale · B·(A·x)：前一项来自权重 W，后一项是适配器加上去的。这等于 (W + scale · B·A)·x，所以可以用括号里的和代替 W。请给第一个这样的层算出这个和。在 torch 里，`@` 是矩阵乘法，`*` 是逐个元素相乘。（这是 LoRA。DoRA 还要缩放这个和的每一行，下面的合并也支持。）
+# 带适配器的层计算 W·x + scale · B·(A·x)：前一项来自权重 W，后一项是适配器加上去的。这等于 (W + scale · B·A)·x，所以可以用括号里的和代替 W。请给第一个这样的层算出这个和。`scale` 就是第 03 课的 alpha / r。在 torch 里，`@` 是矩阵乘法，`*` 是逐个元素相乘。如果报错 size of tensor…，看打印出来的形状：结果要和 W 一样大。（这是 LoRA。DoRA 还要缩放这个和的每一行，下面的合并也支持。）
 
 # %% tags=["exercise"]
 from nbutils import exercises
@@ -168,7 +168,7 @@ print(f"手工算的和 PEFT 的最多相差   {(by_peft - by_hand).abs().max():
 print(f"手工算的和文件里的最多相差   {(written - by_hand.to(getattr(torch, dtype)).float()).abs().max():.2g}")
 
 # %% [markdown]
-# 在内存里，PEFT 一次调用就能合并：`merge_and_unload` 把每个乘积加到对应的权重上，再去掉适配器的层。用 16 bit 时要舍入两次，先是乘积，再是和。像这里一样用 float32 算、最后只舍入一次，结果就和我们的目录逐位相同。这要在内存里放两个完整的模型，所以空闲内存不够，或者两个模型超过 8 GiB（约 10 亿参数以上）时跳过。这里数的是模型的全部张量，适配器没有改动的也算在内。（设了 `MERGE_ONTO = "dequantized"` 时，这里合并过的权重也会不同。）
+# 在内存里，PEFT 一次调用就能合并：`merge_and_unload`。用 float32 算、最后只舍入一次，结果就和我们的目录逐位相同。这要在内存里放两个完整的模型，所以空闲内存不够，或者两个模型超过 8 GiB（约 10 亿参数以上）时跳过。这里数的是模型的全部张量，适配器没有改动的也算在内；输出层和嵌入层共用权重时，会数两次。（设了 `MERGE_ONTO = "dequantized"` 时，合并过的权重会不同。）
 
 # %%
 from nbutils import platforms
@@ -185,14 +185,14 @@ def weights_equal():
 gib = 2 * 4 * base.num_parameters() / 2**30  # 两个模型，每个权重 4 字节
 if gib < min(8, platforms.free_memory_gib()):
     same = weights_equal()
-    print(f"{len(same)} 个权重里，有 {sum(same)} 个和 merge_and_unload 的结果逐位相同")
+    print(f"{len(same)} 个张量里，有 {sum(same)} 个和 merge_and_unload 的结果逐位相同")
 else:
     print(f"跳过：两个 float32 的模型要 {gib:.1f} GiB 内存")
 
 # %% [markdown]
 # ## 再问同一个问题
 #
-# 合并后的模型和普通模型一样加载，不需要 PEFT。先从内存里清掉旧模型。`placement.load` 调用 `AutoModelForCausalLM.from_pretrained(folder, **placement.loading)`，并留住这一个模型，后面的单元格就不用再加载。图里是最可能的下一个 token：取基座模型和适配器第一次想法不同的位置，往往就是回答的开头。
+# 合并后的模型和普通模型一样加载，不需要 PEFT。先从内存里清掉旧模型。`placement.load` 调用 `AutoModelForCausalLM.from_pretrained(folder, **placement.loading)`，并留住这一个模型，后面的单元格就不用再加载。图里是最可能的下一个 token：取两者第一次给出不同 token 的位置，往往就是回答的开头。概率太小的，条形看不见。
 
 # %%
 from nbutils import figures
@@ -214,14 +214,15 @@ figures.bars(bars, f"下一个 token，前面是：{so_far or '问题'}", "概�
 # %% [markdown]
 # ## 练习：KL 散度
 #
-# 两个预测相差多远？*KL 散度*用一个数来回答：对所有 token 求 p · ln(p / q) 的和，单位是*奈特*（nat，用自然对数时的单位）。两边给每个 token 的概率都相同，它就是 0。这里 p 是合并后的模型在这个位置的预测，q 是基座模型的预测：图里的五个 token，其余 token 合起来算第六个。请算出来；`math.log` 就是自然对数。
+# 两个预测相差多远？*KL 散度*用一个数来回答：对所有 token 求 p · ln(p / q) 的和，单位是 *nat*（用自然对数时的单位）。两边给每个 token 的概率都相同，它就是 0。这里 p 是合并后的模型在这个位置的预测，q 是基座模型的预测：图里的五个 token，其余 token 合起来算第六个。请算出来；`math.log` 就是自然对数。
 
 # %% tags=["exercise"]
 import math
 
 p, q = (predicted[name][place, top].tolist() for name in ("merged", "base"))
 p, q = ([*five, max(1e-6, 1 - math.fsum(five))] for five in (p, q))
-print("p（合并后）和 q（基座）：", *(f"{a:<8.3g} {b:.3g}" for a, b in zip(p, q, strict=True)), sep="\n")
+names = [*(repr(tokenizer.decode(token)) for token in top), "其余"]
+print("p（合并后）和 q（基座）：", *(f"{a:<10.3g} {b:<10.3g} {name}" for a, b, name in zip(p, q, names, strict=True)), sep="\n")
 my_kl = None
 lesson.check(exercises.kl, my_kl, p, q)
 
@@ -239,7 +240,7 @@ lesson.check(exercises.kl, my_kl, p, q)
 # %% [markdown]
 # ## 证明
 #
-# 回答一样，不等于合并没出错。所以每个权重都抽几行，用基座模型和适配器重新算一遍。再让带适配器的模型和合并后的模型在约 200 个位置上预测下一个 token，比较概率最高的 256 个 token 的概率。两者的距离（还是 KL 散度，单位是 nat/token）在模型相同时为 0；有舍入误差时是一个很小的数，见“是同一个模型”那一行。第一行用来对照：微调让模型变了多少。
+# 回答一样，不等于合并没出错。所以每个权重都抽几行，用基座模型和适配器重新算一遍。再让带适配器的模型和合并后的模型在约 200 个位置上预测下一个 token，比较概率最高的 256 个 token 的概率。两者的距离（还是 KL 散度，每个 token 多少 nat）在模型相同时为 0；有舍入误差时是一个很小的数，见“是同一个模型”那一行。第一行用来对照：微调让模型变了多少。
 #
 # QLoRA 的适配器是在 4 bit 的基座模型上训练的，而合并后的模型没有量化。这一步也会改变预测，通常只变一点，见“4 bit 的代价”那一行。想避免，就设 `MERGE_ONTO = "dequantized"`，这样合并用的模型就和训练时一样，只有 4 bit 的精度。如果合并后的模型和带适配器的模型对不上，这一课停在这里。未量化的模型放不进内存或显存时，只靠权重来证明。
 
@@ -265,7 +266,7 @@ comparison.show_answers(6)
 # ## 三种分数
 #
 # - *完全一致*（exact match）：和参考答案完全一致的回答所占的比例；
-# - *字符 F1*：和参考答案有多少字符相同（按字符而不按词算，这样中文也适用）；
+# - *字符 F1*：和参考答案有多少字符相同，从 0（完全没有）到 1（全部相同）；按字符而不按词算，这样中文也适用；
 # - *损失*：参考答案平均每个 token 的 -ln p（单位 nat）；越低，模型越认可参考答案。
 #
 # 括号里是 95 % *置信区间*：换一批同类的问题再测，分数多半还落在这个范围里。`p` 是 *p 值*：假设微调没有带来任何变化，出现至少这么大的差异的概率。p 很小，差异就不太可能只是随机波动（统计显著）。
@@ -276,7 +277,7 @@ comparison.show_scores("exact_match", "character_f1", "loss")
 # %% [markdown]
 # ## 有没有灾难性遗忘？
 #
-# 微调之后，模型原有的能力可能下降，这叫*灾难性遗忘*（catastrophic forgetting）。先看两个通用问题的回答，再看全部通用问题上困惑度的比值。*困惑度*（perplexity）是损失的另一种写法，即 e 的“损失”次方：好比模型每一步要在这么多个同样可能的 token 里选一个。比值接近 1 就是什么也没忘。（自带的小模型只懂那家小店，微调之后不管问什么都按工单格式回答。）
+# 微调之后，模型原有的能力可能下降，这叫*灾难性遗忘*（catastrophic forgetting）。先看两个通用问题的回答，再看全部通用问题上困惑度的比值。*困惑度*（perplexity）是损失的另一种写法，即 e 的“损失”次方：好比模型每一步要在这么多个同样可能的 token 里选一个。比值接近 1 就是什么也没忘。（自带的小模型只懂那家小店，微调之后不管问什么都按工单格式回答。它本来就答不出这些问题，所以这一项对它没有多大意义。）
 
 # %%
 comparison.show_answers(2, general=True)
@@ -287,7 +288,7 @@ print(comparison.forgetting)
 #
 # 损失变低说明不了多少。就算用*打乱*的回答来训练，模型也能学会回答大概长什么样，损失和 F1 照样变好。所以每个回答除了和自己的参考答案比，还要和其他样本的参考答案比，前者高出的部分才是*内容得分*。只有内容得分显著提升（统计显著），结论才是“有用”。报告里有全部分数，用任何浏览器都能打开。
 #
-# 内容得分用两种方法各算一次：完全一致和 ROUGE-L。ROUGE-L 看两段文本有多少字符按同样的顺序出现，从 0（完全没有）到 1（全部相同）。如果所有回答都长得差不多，就算答得完美，和自己的参考答案也只比和别的参考答案近一点：自带的示例数据里是 0.2，其中一半是基座模型本来就有的。结论显示的是微调增加的部分。
+# 内容得分用两种方法各算一次：完全一致和 ROUGE-L。ROUGE-L 看两段文本有多少字符按同样的顺序出现，从 0（完全没有）到 1（全部相同）。自带的示例数据里，所有回答都长得差不多，就算全对，和自己的参考答案也只比和别的参考答案近 0.2。其中 0.1 基座模型本来就有；结论显示的是微调增加的部分。
 
 # %%
 print(comparison.verdict)
@@ -309,7 +310,7 @@ print(shuffled.verdict)
 # %% [markdown]
 # ## 练习：最常见的错误
 #
-# 步数太少的那次训练是有用的，但仍有将近一半的回答不对。错了多少，看分数就知道；错在哪里，只有读了才知道。先读几个错误的回答。工单里哪个字段最常出错？`right` 记录每个回答的每个字段对不对，下面打印了第一个。（JSON 格式坏掉的回答，所有字段都算错。）把所有回答都数一遍，把字段名填进 `my_field`。
+# 步数太少的那次训练是有用的，但仍有将近一半的回答不对。错了多少，看分数就知道；错在哪里，只有读了才知道。先读几个错误的回答。工单里哪个字段最常出错？`right` 是一个列表，40 个回答（答对的也在内）各有一个字典，记录每个字段对不对；下面打印了第一个。（JSON 格式坏掉的回答，所有字段都算错。）表里只是一部分答错的，顺序也不同。请数遍整个 `right`，把字段名加引号填进 `my_field`。（样例有中文也有英文，错误也是。）
 
 # %% tags=["exercise"]
 from nbutils import display

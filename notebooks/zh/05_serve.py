@@ -74,7 +74,7 @@ serving.stop_leftover_servers(lesson.run.path, STOP_OTHERS)
 # %% [markdown]
 # ## 给 vLLM 单独的环境
 #
-# vLLM 要用自己的 PyTorch 版本，装在这里会把训练用的那个替换掉。所以给 vLLM 单独建一个*虚拟环境*：一个目录，里面有自己的 Python 和软件包，只建一次。服务是一个独立的*进程*（运行中的程序，有自己的内存），这个 notebook 只和服务通信。vLLM 需要 T4 或更新的 GPU，也可以用 CPU；更老的 GPU 用 `transformers serve`。没有 GPU 时，混合架构的模型（Qwen3.5）也用 `transformers serve`：vLLM 在 CPU 上只能用 bfloat16 计算其中的 Gated DeltaNet 层，而要和第 04 课的回答一致，得用 float32。
+# vLLM 要用自己的 PyTorch 版本，装在这里会把训练用的那个替换掉。所以给 vLLM 单独建一个*虚拟环境*：一个目录，里面有自己的 Python 和软件包，只建一次。服务是一个独立的*进程*（运行中的程序，有自己的内存），这个 notebook 只和服务通信。vLLM 需要 T4 或更新的 GPU，也可以用 CPU。vLLM 跑不了的，用 `transformers serve`：更老的 GPU，还有 CPU 上的混合架构模型（Qwen3.5），vLLM 在那里只能用 bfloat16 计算。
 
 # %%
 from pathlib import Path
@@ -93,7 +93,7 @@ print(environment.reason or "由 ENGINE 指定")
 # - `max_num_seqs`：一起计算的请求数，多出来的排队；
 # - `gpu_memory_utilization`：服务占用显存的比例。
 #
-# 别的启动参数也可以加在这里，例如在第 01 课或第 03 课设 `SET = "vllm.enable_prefix_caching=false"`。`model.flags` 是这台机器和这个模型需要的参数，例如第 04 课用的精度；最后几行说明理由。这条命令可以复制到任何装了这个程序、也有这个模型文件夹的机器上用。如果模型还能看图，`transformers serve` 只加载其中的文本模型：用的是另一个文件夹，里面有它自己的 `config.json`，其余文件都是链接。
+# 别的启动参数也可以加在这里，例如在第 01 课或第 03 课设 `SET = "vllm.enable_prefix_caching=false"`。`model.flags` 是这台机器和这个模型需要的参数，例如第 04 课用的精度；最后几行说明理由。这条命令可以复制到任何装了这个程序、也有这个模型文件夹的机器上用。
 
 # %%
 import shlex
@@ -117,7 +117,9 @@ print(serving.flags_reason(lesson.gpu, server.flags))
 # %% [markdown]
 # ## 亲手实现：回答是怎样写出来的
 #
-# 服务启动之前，先看看每个请求要做的事。模型读完提示词，给词表里的每个 token 打一个分，叫 *logit*。取分数最高的 token，接在后面，再问一次模型，直到写出结束符。前面的内容不用重读：注意力要用到前面每个 token 的*键*（key）和*值*（value），*KV cache* 把这些存了下来。所以从第二步起，每步只输入一个 token。`generate` 写出的 token 应该完全一样。（模型太大、这个进程装不下时，只部署不手写；这个单元格改用自带的小模型，没有训练过。）
+# 服务启动之前，先看看每个请求要做的事。模型读完提示词，给词表里的每个 token 打一个分，就是 *logits*。取分数最高的 token，接在后面，再问一次模型，直到写出结束符。前面的内容不用重读：注意力要用到前面每个 token 的*键*（key）和*值*（value），*KV cache* 把这些存了下来。所以从第二步起，每步只输入一个 token。`generate` 写出的 token 应该完全一样。
+#
+# 先加载模型。（模型太大、和服务一起放不下时，只部署不手写；这个单元格改用自带的小模型。）
 
 # %%
 import torch
@@ -131,6 +133,11 @@ folder = model.folder if fits else files.TINY_MODEL
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 placing = {"dtype": model.dtype, "device_map": {"": lesson.device}}
 language_model = AutoModelForCausalLM.from_pretrained(folder, **placing, trust_remote_code=False)
+
+# %% [markdown]
+# 下面就是这个循环。`cache` 是从一个 token 留到下一个 token 的内容。
+
+# %%
 question = data.own_language_first(model.questions)[0]
 prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt").to(lesson.device)
 stop_ids = chat.find_stop_ids(tokenizer, language_model.generation_config)
@@ -159,13 +166,13 @@ print(serving.public_address(lesson.platform, server.port))
 # %% [markdown]
 # ## 一个请求
 #
-# *客户端*（client）是提问的程序，只需要三样东西：地址（*endpoint*）、模型名、消息。`temperature=0` 总是取概率最高的 token。先思考再回答的模型，两种服务都可以把思考内容和回答分开：vLLM 设了 `reasoning-parser` 参数时放在 `message.reasoning` 里，`transformers serve` 放在 `message.reasoning_content` 里。还没思考完时，`message.content` 是空的。`serving.generated_text` 把两部分重新合在一起。64 个 token 可能还不够思考完。
+# *客户端*（client）是提问的程序，只需要三样东西：地址（*endpoint*）、模型名、消息。`temperature=0` 总是取概率最高的 token。（先思考再回答的模型，服务会把思考内容和回答 `message.content` 分开返回；`serving.generated_text` 再把两部分合在一起。）
 
 # %%
 from openai import OpenAI
 
 client = OpenAI(base_url=server.url, api_key=server.api_key or "no key is checked")
-print("模型：", *server.names)
+print("模型", *server.names)
 response = client.chat.completions.create(model=server.model_name, messages=question, max_tokens=64, temperature=0)
 print("问题", question[-1]["content"])
 print("回答", serving.generated_text(response.choices[0].message))
@@ -186,7 +193,7 @@ print(f"{server.root}/docs")
 # %% [markdown]
 # ## 流式输出
 #
-# *流式输出*（streaming）就是一边生成一边返回：加上 `stream=True`，回答会分段到达，聊天程序就是这样显示的。竖线是前后两段的分界。思考内容也分段返回。
+# *流式输出*（streaming）就是一边生成一边返回：加上 `stream=True`，回答会分段到达，聊天程序就是这样显示的。竖线是前后两段的分界；第一段和最后一段是空的。
 
 # %%
 options = {"model": server.model_name, "messages": question, "max_tokens": 64, "temperature": 0}
@@ -199,7 +206,7 @@ print()
 # %% [markdown]
 # ## 练习：温度
 #
-# temperature 大于 0 时，服务按概率随机抽取每个 token。概率是这样算的：logits 先除以*温度*（temperature），再做 softmax。温度高于 1，各个概率更接近；低于 1，概率最高的 token 更占优势。下图是提示词里模型拿不准的一个位置。温度为 2 时，概率最高的那个 token 概率是多少？`logits` 是一个张量，里面是所有 token 的 logit；`tensor.softmax(-1)` 把它变成概率，`.max()` 取最大的一个。
+# temperature 大于 0 时，服务按概率随机抽取每个 token。概率是这样算的：logits 先除以*温度*（temperature），再做 softmax。温度高于 1，各个概率更接近；低于 1，概率最高的 token 更占优势。下图取顾客留言里的一个位置，往下会写什么，模型拿不准。温度为 2 时，概率最高的那个 token 概率是多少？`logits` 是一个 tensor，里面是所有 token 的分数。对这样的 tensor `x`，`x.softmax(-1)` 把它变成概率，`.max()` 取最大的一个。（图里没有画温度 2，留给你来算。）
 
 # %% tags=["exercise"]
 from nbutils import exercises, figures
@@ -229,7 +236,7 @@ lesson.check(exercises.temperature, my_probability, logits)
 # %% [markdown]
 # ## KV cache
 #
-# 前面手写解码用到的 cache，现在看看有多大。权重在显存里只存一份，所有请求共用。KV cache 则随提示词和回答的每个 token 增长，每个请求各有一份。所以服务能同时计算多少请求，就看 KV cache 放得下多少。下图比较你的模型和一个 16 bit 的 7B 模型，每个请求 1,000 个 token；虚线是一块 24 GB 的 GPU。
+# 前面手写解码用到的 cache，现在看看有多大。权重在显存里只存一份，所有请求共用，每生成一个 token 都要把它全部读一遍。KV cache 则随提示词和回答的每个 token 增长，每个请求各有一份。所以服务能同时计算多少请求，就看 KV cache 放得下多少。下图比较你的模型和一个 16 bit 的 7B 模型，每个请求 1,000 个 token；虚线是一块 24 GB 的 GPU。
 
 # %%
 from nbutils import models
@@ -247,10 +254,10 @@ figures.bars(memory, "服务占用的内存或显存，每个请求 1,000 个 to
 # %% [markdown]
 # ## 练习：KV cache 的字节数
 #
-# 你的模型处理 1,000 个 token，KV cache 占多少字节？每一层都为每个 token 存一个键和一个值，长度都等于所有 KV 头（key/value head）加起来的宽度。（几个查询头共用一个 KV 头，可以省显存，这叫*分组查询注意力*，GQA。混合架构的模型只算 softmax 注意力的层。）
+# 你的模型处理 1,000 个 token，KV cache 占多少字节？每一层都为每个 token 存一个键和一个值。两者都是一串数，分成几段，每段叫一个*头*（head）；有几个 KV 头（key/value head）、每个头有几个数，下面会打印出来。（几个*查询头*共用一个 KV 头，可以省显存，这叫*分组查询注意力*，GQA。混合架构的模型只算 softmax 注意力的层。）
 
 # %% tags=["exercise"]
-print(f"{shape.softmax_layers} 层，隐藏维度 {shape.hidden}：{shape.heads} 个查询头，{shape.kv_heads} 个 KV 头")
+print(f"{shape.softmax_layers} 层，每层 {shape.heads} 个查询头，{shape.kv_heads} 个 KV 头")
 print(f"每个头 {shape.head_dim} 个数，每个数 {number_bytes} 字节（{model.dtype}）")
 my_bytes = None
 lesson.check(exercises.cache_bytes, my_bytes, shape, number_bytes)
@@ -262,7 +269,7 @@ lesson.check(exercises.cache_bytes, my_bytes, shape, number_bytes)
 # my_bytes = 2 * shape.softmax_layers * shape.kv_heads * shape.head_dim * number_bytes * 1000
 # ```
 #
-# 开头的 2 是键和值各一份。式子里没有隐藏维度，也没有参数量：KV 头少的模型，同一块 GPU 能服务更多的人。
+# 开头的 2 是键和值各一份。式子里没有参数量：KV 头少的模型，同一块 GPU 能服务更多的人。
 #
 # </details>
 
@@ -288,7 +295,7 @@ def spans_of(in_flight):
     return [(begun - spans[0][0], end - spans[0][0]) for begun, end in spans]
 
 
-options["max_tokens"] = 64 if environment.engine != "transformers" else 16  # 这个引擎慢，少写一些
+options["max_tokens"] = 64 if lesson.gpu else 16  # CPU 慢，少写一些
 questions = (model.questions * 32)[:32]
 one_by_one, at_once = spans_of(1), spans_of(32)
 alone, together = one_by_one[-1][1] / 32, max(end for _, end in at_once)
@@ -296,7 +303,7 @@ alone, together = one_by_one[-1][1] / 32, max(end for _, end in at_once)
 # %% [markdown]
 # ## 练习：同时发 32 个
 #
-# 32 个请求同时发，用的时间是一个请求的几倍？先猜，再看下面的图：32 表示一个接一个地回答，1 表示不多花时间。猜的数在实际倍数的一半到两倍之间都算对。
+# 32 个请求同时发，用的时间是一个请求的几倍？先猜，再看下面的图：32 表示一个接一个地回答，1 表示不多花时间。这些请求是在同一步里一起算的；这样的一步，CPU 要比只算一个请求慢，GPU 几乎不慢。猜的数在实际倍数的一半到两倍之间都算对。
 
 # %% tags=["exercise"]
 my_guess = None
@@ -314,7 +321,7 @@ lesson.check(exercises.many_at_once, my_guess, alone, together)
 # </details>
 
 # %% [markdown]
-# 每条线是一个请求，从发出到回答完成。同时发出的请求并排计算，谁先答完谁先离开，空出的位置下一步就能给别的请求（*连续批处理*，continuous batching）。*延迟*（latency，一个请求要多久）变长了，*吞吐量*（throughput，所有请求合起来每秒处理多少）却提高得更多。（在 CPU 上用 `transformers serve`，看到的会是排队。）
+# 每条线是一个请求，从发出到回答完成。同时发出的请求并排计算，谁先答完谁先离开；如果请求多于 `max_num_seqs`，空出的位置下一步就给别的请求（*连续批处理*，continuous batching）。*延迟*（latency，一个请求要多久）变长了，*吞吐量*（throughput，所有请求合起来每秒处理多少）却提高得更多。（在 CPU 上用 `transformers serve`，看到的会是排队。）
 
 # %%
 from nbutils import display
@@ -340,7 +347,7 @@ print(same_answers)
 display.show_table(same_answers.table[:3])
 
 # %% [markdown]
-# 回答一样，不等于模型没变。所以还要在第 04 课存下的几百个位置上比较概率。距离用 KL 散度衡量，单位是 nats/token：0 表示概率完全相同，float32 的舍入误差不到 0.00001（1e-05）。前几行第 04 课已经见过，最后一行是新的：“合并后的模型（vLLM）”就是这个服务。vLLM 在每个位置只返回概率最高的 20 个 token，所以只比较这些。如果距离远超舍入误差，说明服务里跑的是另一个模型，这一课就会停下。`transformers serve` 不返回概率，这一步就没有可比的。
+# 回答一样，不等于模型没变。所以还要在第 04 课存下的几百个位置上比较概率。距离用 KL 散度衡量，单位是每个 token 多少 nat：0 表示概率完全相同，float32 的舍入误差不到 0.00001（1e-05）。前几行第 04 课已经见过，最后一行是新的：“合并后的模型（vLLM）”就是这个服务。vLLM 在每个位置只返回概率最高的 20 个 token，所以只比较这些。如果距离远超舍入误差，说明服务里跑的是另一个模型，这一课就会停下。`transformers serve` 不返回概率，这一步就没有可比的。
 
 # %%
 same_model = model.compare_predictions(server)
@@ -354,7 +361,7 @@ print(same_model)
 # %%
 from nbutils import chat_widget
 
-*opening, last = model.questions[-1]
+*opening, last = data.own_language_first(model.questions)[:2][-1]
 max_tokens = max(64, model.evaluator.max_new_tokens)
 talk = chat_widget.Talk(client, server.model_name, opening=opening, max_tokens=max_tokens, temperature=0)
 box = chat_widget.chat(talk, last["content"], live=KEEP_RUNNING)
@@ -367,7 +374,7 @@ box = chat_widget.chat(talk, last["content"], live=KEEP_RUNNING)
 # %%
 if not KEEP_RUNNING:
     server.stop()
-print("服务", f"正在运行：{server.url}。" if server.running else "已停止。", f"日志：{server.log}")
+print(f"服务正在运行：{server.url}。" if server.running else "服务已停止。", f"日志：{server.log}")
 
 # %% [markdown]
 # ## 思考题
