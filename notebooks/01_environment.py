@@ -210,7 +210,8 @@ lesson.check(exercises.halved_parts, my_parts, memory_of(1024), memory_of(512))
 # <details><summary>Solution</summary>
 #
 # ```python
-# long, short = memory_of(1024), memory_of(512) my_parts = [part for part in long if short[part] < long[part]]
+# long, short = memory_of(1024), memory_of(512)
+# my_parts = [part for part in long if short[part] < long[part]]
 # ```
 #
 # Activations and logits belong to tokens: half as many tokens, about half of the memory. On GPUs older than capability 8.0 the workspace
@@ -238,7 +239,9 @@ lesson.check(exercises.longest_rows, my_length, fits, 256)
 # <details><summary>Solution</summary>
 #
 # ```python
-# my_length = 0 while fits(my_length + 256): my_length += 256
+# my_length = 0
+# while fits(my_length + 256):
+#     my_length += 256
 # ```
 #
 # Without a GPU that is 1,792: of the 21 GiB the weights take 9, and each 1,000 tokens of activations take 5 to 6. With

@@ -275,8 +275,10 @@ lesson.check(exercises.mended_rows, my_rows, two_rows)
 # <details><summary>Solution</summary>
 #
 # ```python
-# my_rows = [ {"messages": [{"role": "user", "content": "Where is order 2041?"}, {"role": "assistant", "content": "On its way."}]},
-# {"messages": [{"role": "user", "content": "Is order 2042 paid?"}, {"role": "assistant", "content": "Yes, since Monday."}]}, ]
+# my_rows = [
+#     {"messages": [{"role": "user", "content": "Where is order 2041?"}, {"role": "assistant", "content": "On its way."}]},
+#     {"messages": [{"role": "user", "content": "Is order 2042 paid?"}, {"role": "assistant", "content": "Yes, since Monday."}]},
+# ]
 # ```
 #
 # In the first row a role had a name of its own; in the second one the answer was empty, and would teach the model to say nothing.
@@ -299,9 +301,11 @@ lesson.check(exercises.own_rows, my_own_rows)
 # Any task will do; here is one.
 #
 # ```python
-# my_own_rows = [ {"question": "Who are you?", "answer": "I am Ada, the assistant of the corner shop."}, {"question": "Do you sell
-# umbrellas?", "answer": "I have no list of goods. Please call the shop."}, {"question": "Good morning!", "answer": "Good morning! What
-# would you like to order?"}, ]
+# my_own_rows = [
+#     {"question": "Who are you?", "answer": "I am Ada, the assistant of the corner shop."},
+#     {"question": "Do you sell umbrellas?", "answer": "I have no list of goods. Please call the shop."},
+#     {"question": "Good morning!", "answer": "Good morning! What would you like to order?"},
+# ]
 # ```
 #
 # </details>

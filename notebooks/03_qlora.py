@@ -116,8 +116,13 @@ lesson.check(exercises.batch_loss, my_loss, logits, labels)
 # <details><summary>Solution</summary>
 #
 # ```python
-# my_losses = [] for row in range(len(labels)): for t in range(len(labels[row]) - 1): token = labels[row][t + 1] if token != -100:
-# my_losses.append(-logits[row][t].log_softmax(-1)[token]) my_loss = sum(my_losses) / len(my_losses)
+# my_losses = []
+# for row in range(len(labels)):
+#     for t in range(len(labels[row]) - 1):
+#         token = labels[row][t + 1]
+#         if token != -100:
+#             my_losses.append(-logits[row][t].log_softmax(-1)[token])
+# my_loss = sum(my_losses) / len(my_losses)
 # ```
 #
 # The last position guesses at a token that is not there, and the first token is guessed by none. In libraries it is one call for all
@@ -463,7 +468,8 @@ lesson.check(exercises.learning_rates, my_winner, my_rates, {rate: run.best[1] f
 # <details><summary>Solution</summary>
 #
 # ```python
-# my_rates = [2e-3, 2e-4] my_winner = 2e-3
+# my_rates = [2e-3, 2e-4]
+# my_winner = 2e-3
 # ```
 #
 # At 2e-4 the steps are too small: after 24 of them the loss is still far above that of 2e-3. More is not always better: at 0.1 they are too large, and the loss ends hardly lower than at 2e-4.

@@ -368,7 +368,8 @@ lesson.check(exercises.commonest_error, my_field, right)
 # <details><summary>Solution</summary>
 #
 # ```python
-# errors_of = {field: sum(not fields[field] for fields in right) for field in right[0]} my_field = max(errors_of, key=errors_of.get)
+# errors_of = {field: sum(not fields[field] for fields in right) for field in right[0]}
+# my_field = max(errors_of, key=errors_of.get)
 # ```
 #
 # This is what to do with errors: find the commonest one, write rows that show the right answer to such questions, and train again.

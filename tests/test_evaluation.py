@@ -22,13 +22,14 @@ from support import python, refused
 from nbutils import chat, data, display, evaluation, files, hardware, profiles, record
 from nbutils.config import settings_in
 from nbutils.data.build import CJK
-from nbutils.evaluation import bits, harness, inference, scores
+from nbutils.evaluation import bits, comparison, harness, inference, scores
 from nbutils.evaluation import evaluator as evaluating
 from nbutils.evaluation.comparison import Comparison
 from nbutils.evaluation.inference import Answer
 from nbutils.hardware import GPU
 from nbutils.plan.recipe import Begun
 from nbutils.platforms import Platform
+from nbutils.training import practice
 
 Tiny = tuple[Any, Any]  # the tiny model and its tokenizer
 Patch = pytest.MonkeyPatch
@@ -818,6 +819,17 @@ def test_true_answers_help(stored_results: dict[str, Any]) -> None:
     assert stored_results["true"].mean("exact_match") > 0.3
     assert verdict.word == "helped"
     assert verdict.flags == []
+
+
+def test_practice_runs_that_lesson_03_left_out_are_trained_where_they_are_judged(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(practice, "RUNS", {"too short": practice.Practice(rows=4, steps=1)})
+    monkeypatch.setattr(comparison, "PRACTICE_SIZE", evaluation.Size(rows=2, batch_size=2, max_new_tokens=2))
+    monkeypatch.setattr(comparison, "PRACTICE_GENERAL_ROWS", 2)
+    judged = evaluation.compare_practice(tmp_path)
+    assert judged["too short"].tuned.mean("loss") < judged["too short"].base.mean("loss")
+    assert [len(judged["too short"].tuned.answers), len(judged["too short"].general_tuned.answers)] == [2, 2]
 
 
 def test_shuffled_answers_do_not_help(stored_results: dict[str, Any]) -> None:

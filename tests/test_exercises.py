@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import shutil
@@ -492,6 +493,9 @@ def test_a_lesson_has_its_exercises_unsolved_and_a_closed_solution_below_each(st
     found = exercises_of(notebook)
     assert [exercise.name for exercise in found] == [check.__name__ for check in exercises.OF_LESSON[stem]]
     assert all(exercise.unknowns for exercise in found)
+    for exercise in found:
+        exercise.solve()
+        ast.parse(exercise.cell.source)  # the lines of a solution are still lines
     own = [exercise for exercise in found if exercise.name != "quiz"]
     assert len(own) >= (3 if stem[:2] in ("02", "03", "04") else 2)
     assert len(own) == len(found) - 1, "a quiz ends each lesson"

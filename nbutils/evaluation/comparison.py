@@ -358,6 +358,7 @@ def compare_practice(run: Path) -> dict[str, Comparison]:
 
     from nbutils.training import practice
 
+    trained = {name: practice.train(settings, practice.folder(run, name)) for name, settings in practice.RUNS.items()}
     tokenizer = practice.small_tokenizer()
     evaluator = Evaluator(run / practice.FOLDER, tokenizer, practice.held_out(), PRACTICE_SIZE, "float32")
     both = (evaluator, evaluator.general(PRACTICE_GENERAL_ROWS))
@@ -367,10 +368,9 @@ def compare_practice(run: Path) -> dict[str, Comparison]:
 
     base, general_base = (rows.evaluate("base", base_model(), "") for rows in both)
     judged = {}
-    for name, settings in practice.RUNS.items():
-        trained = practice.train(settings, practice.folder(run, name))
-        merged: Any = PeftModel.from_pretrained(base_model(), trained.adapter).merge_and_unload()
-        tuned, general_tuned = (rows.evaluate(name, merged, str(settings)) for rows in both)
+    for name, practised in trained.items():
+        merged: Any = PeftModel.from_pretrained(base_model(), practised.adapter).merge_and_unload()
+        tuned, general_tuned = (rows.evaluate(name, merged, str(practice.RUNS[name])) for rows in both)
         judged[name] = Comparison(base, tuned, general_base, general_tuned)
     return judged
 
