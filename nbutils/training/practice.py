@@ -40,8 +40,8 @@ class Practice:
 
 RUNS = {
     "too short": Practice(steps=24),
-    "memorized": Practice(rows=5, steps=48, learning_rate=5e-3),
-    "shuffled answers": Practice(shuffled=True, steps=32),
+    "memorized": Practice(rows=5, steps=40, learning_rate=5e-3),
+    "shuffled answers": Practice(shuffled=True, steps=24),
 }
 
 
