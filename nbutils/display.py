@@ -45,6 +45,11 @@ def wrap(text: str, columns: int = WRAPPED_WIDTH) -> list[str]:
     return wcwidth.wrap(text, columns, break_on_hyphens=False)
 
 
+def prose(text: str) -> str:
+    """A text in lines. Chinese breaks anywhere, not at its few spaces: that is left to the screen."""
+    return text if language() == "zh" else "\n".join(wrap(text))
+
+
 def render(template: str, **values: Any) -> str:
     """A page of templates/, with every value escaped."""
     import jinja2

@@ -446,7 +446,7 @@ if distributed.world_size() == 1:  # else a process may have a part of each matr
 # %%
 runs = practice.train_all(lesson.run.path) if result.ended else {}  # one that was stopped has no time for them
 display.plot_panels({
-    title: {"training loss": run.history["train"], "validation loss": run.history["validation"]}
+    title: {"training": run.history["train"], "validation": run.history["validation"]}
     for title, run in zip(["Too short", "Memorized", "Shuffled answers"], runs.values(), strict=False)
 }, log=True)
 

@@ -43,6 +43,14 @@ def test_a_table_is_text_outside_a_notebook(capsys: Any) -> None:
     assert display.wrap("选 Run All，或改", 9) == ["选 Run", "All，或改"], "a mark stays with a Latin word too"
 
 
+def test_chinese_prose_is_not_broken_at_its_few_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "120 题里完全答对的，微调前 0 题，微调后 120 题。" * 9
+    monkeypatch.setenv("NBUTILS_LANG", "zh")
+    assert display.prose(text) == text
+    monkeypatch.setenv("NBUTILS_LANG", "en")
+    assert max(map(len, display.prose("word " * 99).splitlines())) <= display.WRAPPED_WIDTH
+
+
 def test_answers_stand_beside_the_question_and_the_expected_one(capsys: Any, notebook: list[Any]) -> None:
     row = [{"role": "system", "content": "s"}, {"role": "user", "content": "q?"}, {"role": "assistant", "content": "e"}]
     display.show_answers([{"messages": row}], before=["b"], after=["<a>"])

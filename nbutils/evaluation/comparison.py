@@ -68,7 +68,7 @@ class Verdict:
         if self.todo:
             lines.append(tr("To do: {todo}", todo=self.todo))
         lines += self.warnings
-        return "\n".join(part for line in lines for part in display.wrap(line))
+        return "\n".join(map(display.prose, lines))
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Forgetting:
 
     def __str__(self) -> str:
         title = tr("GENERAL KNOWLEDGE: {word}", word=tr(self.word))
-        return "\n".join([title, *display.wrap(self.text)])
+        return f"{title}\n{display.prose(self.text)}"
 
 
 @dataclass(frozen=True)
