@@ -236,8 +236,7 @@ import math
 
 p, q = (predicted[name][place, top].tolist() for name in ("merged", "base"))
 p, q = ([*five, max(1e-6, 1 - math.fsum(five))] for five in (p, q))
-names = [*(repr(tokenizer.decode(token)) for token in top), "all others"]
-print("p (merged) and q (base):", *(f"{a:<10.3g} {b:<10.3g} {name}" for a, b, name in zip(p, q, names, strict=True)), sep="\n")
+print("p (merged) and q (base):", *(f"{a:<10.3g} {b:<10.3g} {name}" for a, b, name in zip(p, q, [*bars, "all others"], strict=False)), sep="\n")
 my_kl = None
 lesson.check(exercises.kl, my_kl, p, q)
 

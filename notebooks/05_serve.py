@@ -128,8 +128,8 @@ print(serving.flags_reason(lesson.gpu, server.flags))
 # Before the server starts, here is what it will do for each request. The model reads the prompt and gives every token of its vocabulary a
 # score, a *logit*. The likeliest token is appended, and the model is asked again, until it writes a stop token. It need not read everything
 # again: attention looks back at a *key* and a *value* of each earlier token, and the *KV cache* keeps these. So from the second step on
-# only one token goes in. `generate` must write the same tokens.  First the model is loaded. (One that does not fit here beside the server
-# is served only; the bundled tiny model takes its place in this cell.)
+# only one token goes in. `generate` must write the same tokens.  The first lines load the model; the loop is in the middle. (A model that
+# does not fit here beside the server is served only; the bundled tiny model takes its place in this cell.)
 
 # %%
 import torch
@@ -143,11 +143,6 @@ folder = model.folder if fits else files.TINY_MODEL
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 placing = {"dtype": model.dtype, "device_map": {"": lesson.device}}
 language_model = AutoModelForCausalLM.from_pretrained(folder, **placing, trust_remote_code=False)
-
-# %% [markdown]
-# Now the loop. `cache` is what it keeps from one token to the next.
-
-# %%
 question = data.own_language_first(model.questions)[0]
 prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt").to(lesson.device)
 stop_ids = chat.find_stop_ids(tokenizer, language_model.generation_config)

@@ -219,7 +219,7 @@ def test_the_server_is_added_later(tmp_path: Path, merged: Path, texts: FixedSet
     later.add("vllm", shortened(forms["merged"]))
     report = parity.ParityReport(parity.load_predictions(tmp_path, merged))
     assert [line.verdict for line in report.lines] == ["what the tuning changed", "the same model", "the same model"]
-    assert str(report.lines[-1]).startswith("merged, in vLLM, ")
+    assert str(report.lines[-1]).endswith("between [merged, in vLLM] and [merged]")
 
 
 BASE = None  # in place of a shift: a form that predicts as the base does

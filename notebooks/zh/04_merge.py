@@ -221,8 +221,7 @@ import math
 
 p, q = (predicted[name][place, top].tolist() for name in ("merged", "base"))
 p, q = ([*five, max(1e-6, 1 - math.fsum(five))] for five in (p, q))
-names = [*(repr(tokenizer.decode(token)) for token in top), "其余"]
-print("p（合并后）和 q（基座）：", *(f"{a:<10.3g} {b:<10.3g} {name}" for a, b, name in zip(p, q, names, strict=True)), sep="\n")
+print("p（合并后）和 q（基座）：", *(f"{a:<10.3g} {b:<10.3g} {name}" for a, b, name in zip(p, q, [*bars, "其余"], strict=False)), sep="\n")
 my_kl = None
 lesson.check(exercises.kl, my_kl, p, q)
 

@@ -119,7 +119,7 @@ print(serving.flags_reason(lesson.gpu, server.flags))
 #
 # 服务启动之前，先看看每个请求要做的事。模型读完提示词，给词表里的每个 token 打一个分，就是 *logits*。取分数最高的 token，接在后面，再问一次模型，直到写出结束符。前面的内容不用重读：注意力要用到前面每个 token 的*键*（key）和*值*（value），*KV cache* 把这些存了下来。所以从第二步起，每步只输入一个 token。`generate` 写出的 token 应该完全一样。
 #
-# 先加载模型。（模型太大、和服务一起放不下时，只部署不手写；这个单元格改用自带的小模型。）
+# 前几行加载模型，中间的循环才是重点。（模型太大、和服务一起放不下时，只部署不手写；这个单元格改用自带的小模型。）
 
 # %%
 import torch
@@ -133,11 +133,6 @@ folder = model.folder if fits else files.TINY_MODEL
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 placing = {"dtype": model.dtype, "device_map": {"": lesson.device}}
 language_model = AutoModelForCausalLM.from_pretrained(folder, **placing, trust_remote_code=False)
-
-# %% [markdown]
-# 下面就是这个循环。`cache` 是从一个 token 留到下一个 token 的内容。
-
-# %%
 question = data.own_language_first(model.questions)[0]
 prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt").to(lesson.device)
 stop_ids = chat.find_stop_ids(tokenizer, language_model.generation_config)
