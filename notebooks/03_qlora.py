@@ -98,10 +98,11 @@ print(chat.check_contract(dataset))
 # 0 if the model was sure and right, and larger the less it expected the token. Training makes it smaller.
 #
 # Here are the logits of the bundled tiny model for four rows, of the shape rows x positions x vocabulary, and the labels. Compute their
-# loss. Two things decide: the logits at position t are a guess at the token at position t + 1, and labels of -100 do not count.  Both are
-# *tensors*, and are indexed like lists: `logits[0][5]` are the scores at position 5 of row 0, `labels[0][6]` is the id of the token they
-# guess at, `logits[0][5].log_softmax(-1)` is ln p for every token of the vocabulary, and `[labels[0][6]]` behind it picks the right one.
-# `len(labels)` is the number of rows, `len(labels[0])` that of positions. Two loops will do.
+# loss. Two things decide: the logits at position t are a guess at the token at position t + 1, and labels of -100 do not count.
+#
+# Both are *tensors*, and are indexed like lists: `logits[0][5]` are the scores at position 5 of row 0, `labels[0][6]` is the id of the
+# token they guess at, `logits[0][5].log_softmax(-1)` is ln p for every token of the vocabulary, and `[labels[0][6]]` behind it picks the
+# right one. `len(labels)` is the number of rows, `len(labels[0])` that of positions. Two loops will do.
 
 # %% tags=["exercise"]
 from nbutils import exercises
@@ -329,11 +330,12 @@ lesson.check(exercises.adapter_parameters, my_parameters, d_in, d_out, r)
 # The block `sft` of the profile holds arguments of `SFTConfig`; the table above explains the main ones. Rows are concatenated without
 # padding (`padding_free`). With packing they are first packed into sequences of up to `max_length` tokens. The *validation loss*, the loss
 # on held-out rows, is measured before the first step (`eval_on_start`) and at every save (`eval_steps`); `load_best_model_at_end` keeps the
-# step where it was lowest. `training.bookkeeping` adds what is not about learning: folders, saving, the seed. In another terminal, `python
-# -m nbutils watch` shows the training.  `report_to` names the *trackers*, programs that keep and draw the numbers; there is nothing to do
-# for them. TensorBoard always gets them (the second line below says how to open it here), W&B online if there is a `WANDB_API_KEY`, and
-# SwanLab, where it is installed, if there is a `SWANLAB_API_KEY` or `SWANLAB_MODE=offline`. `SET = "sft.report_to=[mlflow]"` names another
-# one that transformers knows.
+# step where it was lowest. `training.bookkeeping` adds what is not about learning: folders, saving, the seed. In another terminal,
+# `python -m nbutils watch` shows the training.
+#
+# `report_to` names the *trackers*, programs that keep and draw the numbers; there is nothing to do for them. TensorBoard always gets them
+# (the second line below says how to open it here), W&B online if there is a `WANDB_API_KEY`, and SwanLab, where it is installed, if there
+# is a `SWANLAB_API_KEY` or `SWANLAB_MODE=offline`. `SET = "sft.report_to=[mlflow]"` names another one that transformers knows.
 
 # %%
 from nbutils import tracking

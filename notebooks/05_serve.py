@@ -128,8 +128,10 @@ print(serving.flags_reason(lesson.gpu, server.flags))
 # Before the server starts, here is what it will do for each request. The model reads the prompt and gives every token of its vocabulary a
 # score, a *logit*. The likeliest token is appended, and the model is asked again, until it writes a stop token. It need not read everything
 # again: attention looks back at a *key* and a *value* of each earlier token, and the *KV cache* keeps these. So from the second step on
-# only one token goes in. `generate` must write the same tokens.  The first lines load the model; the loop is in the middle. (A model that
-# does not fit here beside the server is served only; the bundled tiny model takes its place in this cell.)
+# only one token goes in. `generate` must write the same tokens.
+#
+# The first lines load the model; the loop is in the middle. (A model that does not fit here beside the server is served only; the bundled
+# tiny model takes its place in this cell.)
 
 # %%
 import torch
