@@ -31,7 +31,7 @@ MOST_UNFINISHED = 0.2  # share of answers cut off while thinking; above it a com
 FORGOT_PERPLEXITY = 1.10  # a ratio above it is forgetting
 FORGOT_F1 = -0.05  # a change below it is forgetting
 WORST_ROWS = 6  # that the page lists
-PRACTICE_SIZE = Size(rows=40, batch_size=40, max_new_tokens=64)  # takes seconds on a CPU
+PRACTICE_SIZE = Size(rows=40, batch_size=32, max_new_tokens=64)  # takes seconds on a CPU
 PRACTICE_GENERAL_ROWS = 16
 IN_4_BITS = "weights in 4 bits"  # where models do not fit otherwise
 
