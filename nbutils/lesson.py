@@ -194,11 +194,10 @@ class Lesson(Machine):
             return
         try:
             kind = exercises.other_kind(check, answer)
-            checked = (
-                wrong("saw {answer!r:.200}, expected {kind}", answer=answer, kind=kind)
-                if kind
-                else check(answer, *given)
-            )
+            if kind:
+                checked = wrong("saw {answer!r:.200}, expected {kind}", answer=answer, kind=kind)
+            else:
+                checked = check(answer, *given)
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as problem:  # of another kind
             checked = wrong("saw {answer!r:.200}, which cannot be checked: {problem}", answer=answer, problem=problem)
         record.note_exercise(self.run.facts, self.stem, name, checked.right)

@@ -176,7 +176,7 @@ recomputing.enable_input_require_grads()
 recomputing.gradient_checkpointing_enable({"use_reentrant": True})
 practice.step(small, part)  # the first step of a process is slow
 table = []
-for name, one, rows in [
+for name, variant, rows in [
     ("8 rows, padded", small, padded),
     ("8 rows, padded, in 4 bits", in_4_bits, padded),
     ("8 rows, padded, with gradient checkpointing", recomputing, padded),
@@ -184,8 +184,8 @@ for name, one, rows in [
     (f"8 rows, packed: {packed['input_ids'].numel()} positions instead of {padded['input_ids'].numel()}", small, packed),
     ("8 rows, packed, with eager attention", practice.small_model(attn_implementation="eager"), packed),
 ]:
-    kept, seconds = practice.step(one, rows)
-    size = one.get_memory_footprint() / 2**20
+    kept, seconds = practice.step(variant, rows)
+    size = variant.get_memory_footprint() / 2**20
     table.append({"one step": name, "weights, MiB": f"{size:.1f}", "kept, MiB": f"{kept:.1f}", "seconds": f"{seconds:.2f}"})
 display.show_table(table, text=display.aligned(table))
 

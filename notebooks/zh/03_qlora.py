@@ -164,7 +164,7 @@ recomputing.enable_input_require_grads()
 recomputing.gradient_checkpointing_enable({"use_reentrant": True})
 practice.step(small, part)  # 进程的第一步很慢
 table = []
-for name, one, rows in [
+for name, variant, rows in [
     ("8 条样本，补齐", small, padded),
     ("8 条样本，补齐，4 bit", in_4_bits, padded),
     ("8 条样本，补齐，梯度检查点", recomputing, padded),
@@ -172,8 +172,8 @@ for name, one, rows in [
     (f"8 条样本，packing：{packed['input_ids'].numel()} 个位置，补齐时是 {padded['input_ids'].numel()} 个", small, packed),
     ("8 条样本，packing，eager 注意力", practice.small_model(attn_implementation="eager"), packed),
 ]:
-    kept, seconds = practice.step(one, rows)
-    size = one.get_memory_footprint() / 2**20
+    kept, seconds = practice.step(variant, rows)
+    size = variant.get_memory_footprint() / 2**20
     table.append({"一步训练": name, "权重（MiB）": f"{size:.1f}", "中间结果（MiB）": f"{kept:.1f}", "秒": f"{seconds:.2f}"})
 display.show_table(table, text=display.aligned(table))
 
