@@ -28,6 +28,8 @@ WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if WORKERS > 1:  # before torch is imported, and inherited by the lessons that the tests start
     os.environ["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // WORKERS, 1))
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if shutil.which("nvidia-smi") is None:  # as lessons do: bitsandbytes would load torch's compiler, 4 s in each process
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ["NBUTILS_LANG"] = "en"  # whatever this machine's locale is
 
 COURSE = {"course_run", "trained_home", "merged_model"}

@@ -76,19 +76,23 @@ def solved(source: Path, target: Path) -> Path:
 def run_solved(stem: str, home: Path, run: str, *parameters: str | Path, redirect: bool = False, **options: Any) -> str:
     """Execute the Chinese lesson with its exercises solved: every check must say so. What the cells printed.
 
-    `redirect`: papermill writes to its output, which goes to the file.
+    Like a learner, it names no output: the executed notebook is kept beside the runs, and the lesson is left as it was.
+    `redirect`: papermill writes to its output, which goes to a file.
     """
-    lesson = solved(ROOT / "notebooks/zh" / f"{stem}.ipynb", home / f"{stem}.solved.ipynb")
-    executed = home / f"{stem}.executed.ipynb"
+    lesson = solved(ROOT / "notebooks/zh" / f"{stem}.ipynb", home / f"{stem}.ipynb")
+    as_given = lesson.read_bytes()
     words: list[str | Path] = ["-m", "papermill", lesson]
     for name, value in zip(parameters[::2], parameters[1::2], strict=True):
         words += ["-p", name, value]
     options = {"home": home, "timeout": 600, **options}
     if redirect:
+        executed = home / f"{stem}.executed.ipynb"
         with open(executed, "w", encoding="utf-8") as out:
             python(*words, stdout=out, **options)
     else:
-        python(*words[:3], executed, *words[3:], **options)
+        executed = home / "notebooks" / lesson.name
+        python(*words, **options)
+    assert lesson.read_bytes() == as_given
     notebook = nbformat.read(executed, 4)
     assert notebook.metadata.papermill.exception is None
     printed = str([cell.get("outputs") for cell in notebook.cells])

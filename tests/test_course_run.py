@@ -1,10 +1,7 @@
 """The whole course, run once headless with the tiny model: what its lessons left, and the contracts of a run folder."""
 
 import json
-import os
-import pty
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,8 +11,6 @@ from test_contracts import FROZEN, keys, missing
 from nbutils import exercises, files, former_names, lesson
 
 pytestmark = [pytest.mark.notebook, pytest.mark.serve, pytest.mark.timeout(1200)]
-LESSON_01 = ROOT / "notebooks/01_environment.ipynb"
-LESSON_03 = ROOT / "notebooks/03_qlora.ipynb"
 
 
 def test_the_run_folder_holds_what_was_promised(course_run: Path) -> None:
@@ -121,24 +116,6 @@ def test_the_course_serves_what_generate_says(course_run: Path) -> None:
     assert f"vllm serve {course_run}/merged --" in executed
     assert "--max-model-len=512" in executed
     assert "/docs" in executed
-
-
-def test_papermill_without_an_output_path_continues_a_run_and_keeps_the_executed_copy(trained_home: Path) -> None:
-    steps_before = lesson_facts(trained_home / "tiny")["steps"]
-    steps_in_all = steps_before + 2
-    parameters = ["-p", "PROFILE", "tiny", "-p", "MAX_STEPS", str(steps_in_all)]
-    python("-m", "papermill", LESSON_03, *parameters, home=trained_home, stdin=None, input="")  # a pipe, as in cron
-    parent, terminal = pty.openpty()
-    python("-m", "papermill", LESSON_01, home=trained_home, stdin=terminal, stdout=terminal)
-    os.close(parent)
-
-    entry = lesson_facts(trained_home / "tiny")
-    assert entry["resumed_from_step"] == steps_before
-    assert entry["steps"] == steps_in_all
-    for notebook in (LESSON_01, LESSON_03):
-        assert (trained_home / "notebooks" / notebook.name).exists()
-    changed = subprocess.run(["git", "status", "--porcelain", "notebooks"], cwd=ROOT, capture_output=True, text=True)
-    assert " M notebooks/03_qlora.ipynb" not in changed.stdout
 
 
 @pytest.mark.long

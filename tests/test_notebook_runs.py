@@ -1,6 +1,7 @@
 """Lessons executed for real with the tiny model: alone, interrupted, on simulated platforms; not the course run."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,7 +87,7 @@ def papermill(machine: simulate.Machine, log: Path, *words: str) -> subprocess.P
         return subprocess.Popen(command, env=machine.environment(), cwd=machine.root, **options)
 
 
-def test_a_kaggle_run_that_was_stopped_is_continued_by_the_next_version(tmp_path: Path) -> None:
+def test_a_kaggle_run_that_was_stopped_is_continued_by_the_next_version(course_run: Path, tmp_path: Path) -> None:
     first, log, site = simulate.kaggle(tmp_path, batch=True), tmp_path / "log", Site()
     notice = {"NBUTILS_NOTICE": "1", "NBUTILS_NOTICE_URL": site.url}
     first.env |= notice
@@ -102,9 +103,10 @@ def test_a_kaggle_run_that_was_stopped_is_continued_by_the_next_version(tmp_path
     later.env |= notice
     later.make("kaggle/input/notebooks/me")
     (first.root / "kaggle/working").rename(later.root / "kaggle/input/notebooks/me/qlora")
+    again = later.root / "kaggle/working/runs/tiny"
+    shutil.copytree(course_run / "practice", again / "practice")  # they were tried elsewhere, and take time
     with papermill(later, log, "-p", "MAX_STEPS", str(steps + 2)) as running:
         assert running.wait(timeout=300) == 0, log.read_text()[-4000:]
-    again = later.root / "kaggle/working/runs/tiny"
     assert (lesson_facts(again)["resumed_from_step"], lesson_facts(again)["steps"]) == (steps, steps + 2)
     assert [sent["type"] for sent in site.asked] == ["warning", "success"]
     assert f"Checkpoint {steps} verifies" in site.asked[0]["message"]
