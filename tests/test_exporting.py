@@ -259,6 +259,13 @@ def test_a_failed_job_is_reported_with_its_last_lines(code: str, status: int, la
         make.run_job(JOB, "the dance")
 
 
+def test_nobody_is_told_to_remove_a_python_of_their_own(worker: Path, tmp_path: Path) -> None:
+    worker.write_text("import not_installed", encoding="utf-8")
+    with refused("not_installed", f"remove the folder {tmp_path / 'venv'}") as caught:  # the one the course builds
+        make.run_job(JOB, "a job")
+    assert sys.prefix not in caught.value.todo
+
+
 def test_a_job_gets_no_secrets(tmp_path: Path, worker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_correcthorsebatterystaple0123456")
     monkeypatch.setenv("PYTHONPATH", "of this kernel")

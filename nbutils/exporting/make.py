@@ -308,7 +308,7 @@ def run_job(job: Job, title: str) -> None:
             title=title,
             status=status,
             log=last_lines(output, 8),
-            folder=python.parent.parent,
+            folder=environments.place(PREFIX, "export"),
         )
 
 
