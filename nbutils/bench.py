@@ -281,7 +281,7 @@ class Benchmark:
     def show(self, title: str = "") -> None:
         """The table, and below it what it means."""
         rows = [level_row(level) for level in sorted(self.levels, key=attrgetter("concurrency"))]
-        display.show_table(rows, title, display.aligned(rows))
+        display.show_table(rows, title)
         say(
             "at a time: requests under way together. Three times in a cell are p50 / p90 / p99: half, 90 % and"
             " 99 % of the requests took no longer. errors: failed / all."

@@ -22,6 +22,7 @@ from nbutils.platforms import detect, in_kernel
 ACCENT = "var(--jp-brand-color1, #2979c9)"
 ALARM = "var(--jp-warn-color1, #e07b00)"
 POINTS = 160  # of the live curve, at most
+TABLE_WIDTH = 120  # of a table as text, in characters
 CHOICE_WIDTHS = (40, 26, 50)  # of a table of choices: what, value, why
 WRAPPED_WIDTH = 110  # of a line of prose
 LIVE_LINE = re.compile(r"\[WARN\]|[^:]* · ")  # of a training, in any language
@@ -71,17 +72,27 @@ def show_page(template: str, text: str, **values: Any) -> None:
 
 
 def show_table(rows: Sequence[Row], title: str = "", text: str = "") -> None:
-    """A table: HTML in a notebook; in a script `text`, or else one line per entry.
+    """A table: HTML in a notebook; in a terminal `text`, or else columns, or a line per entry if they are too wide.
 
     Example: display.show_table([{"question": "2 + 2?", "answer": "4"}], "Answers")
     """
+    columns = aligned(rows)
     lines = [title]
-    for row in rows:
-        for name, value in row.items():
-            entry = joined([tr(name), str(value)], ":")
-            lines.append(f"  {entry}")
-        lines.append("")
+    if max(map(len, columns.splitlines()), default=0) <= TABLE_WIDTH:
+        lines.append(columns)
+    else:
+        for row in rows:
+            lines += [joined([f"  {tr(name)}", str(value)], ":") for name, value in row.items()]
+            lines.append("")
     show_page("table.html", text or "\n".join(lines), rows=rows, title=title)
+
+
+def show_facts(facts: Mapping[str, Any]) -> None:
+    """Named values as a table of two columns.
+
+    Example: display.show_facts({"steps": 150, "loss": 0.002})
+    """
+    show_table([{"what": name, "value": value} for name, value in facts.items()])
 
 
 def show_choices(resolved: Any, only: Sequence[str] = ("",)) -> None:
@@ -126,9 +137,9 @@ def aligned(rows: Sequence[Row]) -> str:
     """
     if not rows:
         return ""
-    lines = [[tr(name) for name in rows[0]]]
+    lines = [list(map(tr, rows[0]))]
     for row in rows:
-        lines.append([str(value) for value in row.values()])
+        lines.append(list(map(str, row.values())))
     return columns_of(lines)
 
 

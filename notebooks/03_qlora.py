@@ -187,7 +187,7 @@ for name, variant, rows in [
     kept, seconds = practice.step(variant, rows)
     size = variant.get_memory_footprint() / 2**20
     table.append({"one step": name, "weights, MiB": f"{size:.1f}", "kept, MiB": f"{kept:.1f}", "seconds": f"{seconds:.2f}"})
-display.show_table(table, text=display.aligned(table))
+display.show_table(table)
 
 # %% [markdown]
 # ## 4 or 16 bits?
@@ -404,7 +404,7 @@ print(callback.prepare(trainer))
 
 # %%
 result = training.train(trainer, callback, resume=RESUME)
-print(result)
+result.show()
 display.plot_losses(result.history, lesson.run.logs / "loss.png", kept=result.kept_step)
 
 # %% [markdown]

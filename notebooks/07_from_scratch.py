@@ -166,7 +166,7 @@ for pair in [] if TOKENIZER else [["", ""], *learned["merges"]]:
     if len(table) < 6 and (not table or len(merged) < len(pieces)):
         table.append({"merge": " + ".join(pair) if table else "-", "count": len(merged), "tokens": " | ".join(merged)})
     pieces = merged
-display.show_table(table, text=display.aligned(table))
+display.show_table(table)
 print(f"{len(pieces)} tokens:", " | ".join(pieces), "- equal:", pieces == tokenizer.tokenize(sentence))
 
 # %% [markdown]
@@ -355,7 +355,7 @@ print(callback.prepare(trainer))
 
 # %%
 result = training.train(trainer, callback, resume=RESUME)
-print(result)
+result.show()
 display.plot_losses(result.history, lesson.run.logs / "loss.png", title="Pre-training loss")
 
 # %% [markdown]

@@ -33,7 +33,12 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_table_is_text_outside_a_notebook(capsys: Any) -> None:
     display.show_table([{"question": "三个苹果", "base": "✗ x"}, {"question": "b", "base": "c"}], "Before")
-    assert capsys.readouterr().out == "Before\n  question: 三个苹果\n  base: ✗ x\n\n  question: b\n  base: c\n\n"
+    assert capsys.readouterr().out == "Before\nquestion  base\n三个苹果  ✗ x\nb         c\n"
+    long_answer = "x" * display.TABLE_WIDTH
+    display.show_table([{"question": "a", "base": long_answer}, {"question": "b", "base": "c"}], "Before")
+    assert capsys.readouterr().out == f"Before\n  question: a\n  base: {long_answer}\n\n  question: b\n  base: c\n\n"
+    display.show_facts({"steps": 150, "loss": 0.002})
+    assert capsys.readouterr().out.split() == ["what", "value", "steps", "150", "loss", "0.002"]
     assert display.aligned([{"a": 1, "long": "x"}, {"a": 222, "long": ""}]) == "a    long\n1    x\n222"
     assert display.aligned([{"显存": 1, "b": "x"}, {"显存": "秩 8", "b": ""}]) == "显存  b\n1     x\n秩 8"
     text = "显存 24 GB，用 QLoRA 训练。 " * 3 + "a_very_long_name_without_any_space"
@@ -54,7 +59,7 @@ def test_chinese_prose_is_not_broken_at_its_few_spaces(monkeypatch: pytest.Monke
 def test_answers_stand_beside_the_question_and_the_expected_one(capsys: Any, notebook: list[Any]) -> None:
     row = [{"role": "system", "content": "s"}, {"role": "user", "content": "q?"}, {"role": "assistant", "content": "e"}]
     display.show_answers([{"messages": row}], before=["b"], after=["<a>"])
-    assert notebook[0]["text/plain"] == "\n  question: q?\n  expected: e\n  before: b\n  after: <a>\n"
+    assert notebook[0]["text/plain"] == "\nquestion  expected  before  after\nq?        e         b       <a>"
     assert "<td" in notebook[0]["text/html"] and "&lt;a&gt;" in notebook[0]["text/html"]
 
 

@@ -81,21 +81,28 @@ class DataCard(BaseModel):
     fingerprint: str = ""
 
     def __str__(self) -> str:
-        rows = tr("{card.rows} = {card.accepted} accepted + {card.rejected} rejected", card=self)
-        splits = tr("{card.train} train, {card.eval} eval, {card.unused} unused", card=self)
-        lines = [
-            [tr("source"), tr(self.source)],
-            [tr("rows"), rows],
-            [tr("splits"), splits],
-            [tr("rejected"), counts_text(self.reasons.most_common())],
-            [tr("warnings"), counts_text(self.warnings.most_common())],
-            [tr("languages"), counts_text(self.languages.most_common())],
-            [tr("characters"), counts_text(self.characters.items())],
-            [tr("fingerprint"), self.fingerprint],
-        ]
+        return display.columns_of(list(self._shown().items()))
+
+    def show(self) -> None:
+        """The card as a table."""
+        display.show_facts(self._shown())
+
+    def _shown(self) -> dict[str, str]:
+        shown = {
+            tr("source"): tr(self.source),
+            tr("rows"): tr("{card.rows} = {card.accepted} accepted + {card.rejected} rejected", card=self),
+            tr("splits"): tr("{card.train} train, {card.eval} eval, {card.unused} unused", card=self),
+            tr("rejected"): counts_text(self.reasons.most_common()),
+            tr("warnings"): counts_text(self.warnings.most_common()),
+            tr("languages"): counts_text(self.languages.most_common()),
+            tr("characters"): counts_text(self.characters.items()),
+            tr("fingerprint"): self.fingerprint,
+        }
         if self.lengths:
-            lines.append([tr("lengths"), counts_text(self.lengths.items())])
-        return f"{display.columns_of(lines)}\n{evidence.remark(self.eval)}".strip()
+            shown[tr("lengths")] = counts_text(self.lengths.items())
+        if remark := evidence.remark(self.eval):
+            shown[""] = remark
+        return shown
 
     def facts(self) -> Json:
         """What goes into the facts.json of a lesson."""

@@ -196,8 +196,7 @@ class Comparison:
 
     def show_scores(self, *names: str) -> None:
         """Show the table: in a notebook as HTML, elsewhere as text."""
-        table = self.table(*names)
-        display.show_table(table, text=display.aligned(table))
+        display.show_table(self.table(*names))
 
     def show_answers(self, rows: int = 6, *, general: bool = False) -> None:
         """Show the first answers of each model beside the reference, with a tick if they are equal."""

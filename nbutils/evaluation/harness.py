@@ -13,7 +13,7 @@ from typing import Any
 
 from nbutils.errors import CourseError
 from nbutils.evaluation.evaluator import stored_once
-from nbutils.files import read_json, stamp
+from nbutils.files import make_folder, read_json, stamp
 from nbutils.language import last_lines, split_words
 from nbutils.masking import without_secrets
 
@@ -39,7 +39,7 @@ def run_tasks(words: Sequence[str], model: Path | str, file: Path) -> Metrics:
         words = ["--model", "hf", "--model_args", f"pretrained={folder}", "--tasks", "hellaswag"]
         print(run_tasks(words, folder, run / "evaluation/lm_eval/base.json"))
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     metrics: Metrics = stored_once(file, {"words": words, "model": stamp(Path(model))}, lambda: _measure(words))
     return metrics
 

@@ -98,7 +98,7 @@ def train(practice: Practice, folder: Path) -> Practised:
     decided_by = asdict(practice)
     history_file = folder / "history.json"
     if files.stamp(folder) != decided_by:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder.parent)
         with files.complete_folder(folder, decided_by) as partial:
             history = _train(practice, partial)
             files.write_json(partial / history_file.name, history)

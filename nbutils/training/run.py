@@ -324,10 +324,10 @@ class TrainingResult:
             "fingerprint": self.callback.fingerprint,
         }
 
-    def __str__(self) -> str:
+    def show(self) -> None:
+        """Steps, validation losses and changed weights as a table."""
         facts = self.facts()
-        shown = record.readable({name: facts[name] for name in SHOWN_FACTS})
-        return display.columns_of(list(shown.items()))
+        display.show_facts(record.readable({name: facts[name] for name in SHOWN_FACTS}))
 
 
 def train(trainer: Any, callback: CourseCallback, resume: str = "auto") -> TrainingResult:

@@ -166,7 +166,7 @@ figures.bars(bars, f"训练 {lora.shape.name}，一块 {gpu.name}", "GiB", limit
 gpus = ["T4", "RTX 3090", "RTX 4090", "A100-40GB", "H100", "H200"]
 columns = ["GPU", "limit GiB", "model", "peak GiB", "tokens/s", "time", "cost"]
 table = [{name: row[name] for name in columns} for row in plan.fits_table(gpus, rows=10_000, mean_length=300)]
-display.show_table(table, text=display.aligned(table))
+display.show_table(table)
 
 # %% [markdown]
 # ## 练习：样本短一半

@@ -90,7 +90,7 @@ good = {"问题": "我订的 26 瓶果汁要送到无锡，现在到哪儿了？
         "回答": '{"intent": "delivery", "item": "果汁", "count": 26, "city": "无锡", "day": null}'}
 bad = {"问题": "到哪儿了？", "回答": "您的 26 瓶果汁很快就会送到无锡！"}
 table = [{"样本": "好", **good}, {"样本": "坏", **bad}]
-display.show_table(table, text=display.aligned(table))
+display.show_table(table)
 
 # %% [markdown]
 # ## 统一成一种格式
@@ -138,7 +138,7 @@ card = data.prepare(
     DATA, lesson.run.data, default=lesson.profile.course.data, eval_source=EVAL_DATA, columns=COLUMNS,
     rows=lesson.profile.course.rows,
 )
-print(card)
+card.show()
 print(card.rejected_text(lesson.run.data / "rejected.jsonl"))
 
 # %% [markdown]

@@ -175,7 +175,7 @@ for name, variant, rows in [
     kept, seconds = practice.step(variant, rows)
     size = variant.get_memory_footprint() / 2**20
     table.append({"一步训练": name, "权重（MiB）": f"{size:.1f}", "中间结果（MiB）": f"{kept:.1f}", "秒": f"{seconds:.2f}"})
-display.show_table(table, text=display.aligned(table))
+display.show_table(table)
 
 # %% [markdown]
 # ## 4 bit 还是 16 bit？
@@ -358,7 +358,7 @@ print(callback.prepare(trainer))
 
 # %%
 result = training.train(trainer, callback, resume=RESUME)
-print(result)
+result.show()
 display.plot_losses(result.history, lesson.run.logs / "loss.png", kept=result.kept_step)
 
 # %% [markdown]

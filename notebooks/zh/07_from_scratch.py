@@ -152,7 +152,7 @@ for pair in [] if TOKENIZER else [["", ""], *learned["merges"]]:
     if len(table) < 6 and (not table or len(merged) < len(pieces)):
         table.append({"合并": " + ".join(pair) if table else "-", "token 数": len(merged), "切分": " | ".join(merged)})
     pieces = merged
-display.show_table(table, text=display.aligned(table))
+display.show_table(table)
 print(f"{len(pieces)} 个 token：", " | ".join(pieces), "，相同：", pieces == tokenizer.tokenize(sentence))
 
 # %% [markdown]
@@ -322,7 +322,7 @@ print(callback.prepare(trainer))
 
 # %%
 result = training.train(trainer, callback, resume=RESUME)
-print(result)
+result.show()
 display.plot_losses(result.history, lesson.run.logs / "loss.png", title="预训练损失")
 
 # %% [markdown]

@@ -241,7 +241,7 @@ if SIDE_BY_SIDE and environment.engine != "transformers":
 from nbutils import display
 
 scores = evaluation.score_table(model.evaluator, answers | ({"merged (lesson 04)": model.stored} if model.stored else {}))
-display.show_table(scores, "分数", display.aligned(scores))
+display.show_table(scores, "分数")
 
 # %% [markdown]
 # ## 公开基准测试
