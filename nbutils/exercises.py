@@ -175,7 +175,7 @@ def mended_rows(answer: Sequence[Any], broken: Sequence[Any]) -> Checked:
         return wrong("saw {saw} rows, expected {expected}", saw=len(answer), expected=len(broken))
     for before, after in zip(broken, answer, strict=True):
         if _asked(before) != _asked(after):
-            return wrong("the question {asked!r} has changed; only the mistake should go", asked=_asked(before))
+            return wrong("the question {asked!r} is not there as it was: keep the form of the row, and mend the mistake alone", asked=_asked(before))
     return right("all {count} rows can be trained on", count=len(answer))
 
 
@@ -260,7 +260,7 @@ def batch_loss(answer: float, logits: Any, labels: Any) -> Checked:
 def adapter_parameters(answer: int, d_in: int, d_out: int, own_rank: int) -> Checked:
     """Lesson 03: how many parameters A and B of a layer have at rank 64."""
     mistakes = {
-        tr("that is A alone; B is trained, too"): RANK * d_in,
+        tr("that is one of A and B alone; both are trained"): RANK * d_in,
         tr("that is B alone; A is trained, too"): RANK * d_out,
         tr("that is W, which is frozen"): d_in * d_out,
         tr("A and B have the rank on one side only; the other side is one of W"): RANK * RANK,

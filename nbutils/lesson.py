@@ -198,11 +198,11 @@ class Lesson(Machine):
                 checked = wrong("saw {answer!r:.200}, expected {kind}", answer=answer, kind=kind)
             else:
                 checked = check(answer, *given)
-        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as problem:  # of another kind
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as problem:
             checked = wrong("saw {answer!r:.200}, which cannot be checked: {problem}", answer=answer, problem=problem)
-        record.note_exercise(self.run.facts, self.stem, name, checked.right)
         mark = "[ OK ]" if checked.right else tr("[ no ]")
         say("{mark} exercise {name}: {told}", mark=mark, name=name, told=checked.text)
+        record.note_exercise(self.run.facts, self.stem, name, checked.right)  # last: a full disk hides no verdict
 
     def finish(self, *measured: Any, **facts: Any) -> None:
         """Write the facts of each result, and further facts by name, to facts.json; print where that is.

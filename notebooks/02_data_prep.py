@@ -289,7 +289,8 @@ lesson.check(exercises.mended_rows, my_rows, two_rows)
 # ## Exercise: rows of your own
 #
 # Write a list of three rows you would train on, each as `{"question": "…", "answer": "…"}`. They may teach a name, a style, or a task of
-# your own. They must ask different things, and their answers must have one form: prose in all of them, or JSON with the same keys in all.
+# your own. They must ask different things, and their answers must have one form: prose in all of them (three characters or more), or JSON
+# with the same keys in all.
 
 # %% tags=["exercise"]
 my_own_rows = None

@@ -100,6 +100,8 @@ print("adapter  ", from_adapter)
 # An answer is written token by token. At each position the model gives every token of its vocabulary a *probability*: the softmax of the
 # last layer's numbers, the *logits*. Here they are all along this answer, with the adapter and, where PEFT switches it off, without it:
 # `predicted["adapter"]` has a row for each position and a column for each token. We look at them below, beside those of the merged model.
+#
+# The last lines take the matrices of the first layer with an adapter, for the exercise that follows; `scale` is alpha / r of lesson 03.
 
 # %%
 prompt = tokenizer.apply_chat_template(asked, tools=row.get("tools"), tokenize=False, add_generation_prompt=True)
@@ -119,22 +121,23 @@ predicted = {"adapter": next_tokens(tuned)}
 with tuned.disable_adapter():
     predicted["base"] = next_tokens(tuned)
 
+name, layer = next((name, module) for name, module in tuned.named_modules() if getattr(module, "lora_A", None))
+weight = name.removeprefix("base_model.model.") + ".weight"
+W = merging.read_weight(lesson.model, weight)  # from disk, unquantized
+A, B = (matrix["default"].weight.detach().float().cpu() for matrix in (layer.lora_A, layer.lora_B))
+scale = layer.scaling["default"]
+print(f"{weight}: W {tuple(W.shape)}, B {tuple(B.shape)}, A {tuple(A.shape)}, scale {scale:g}")
+
 # %% [markdown]
 # ## Exercise: one merged weight
 #
 # A layer with an adapter computes W·x + scale · B·(A·x): what its weight W says, and what the adapter adds. That is the same as (W + scale
-# · B·A)·x, so the sum in brackets can replace W. Compute it for the first such layer. `scale` is alpha / r of lesson 03. In torch, `@`
-# multiplies matrices and `*` each number. (This is LoRA. DoRA also scales the rows of the sum; the merge below can do that too.)
+# · B·A)·x, so the sum in brackets can replace W. (This is LoRA. DoRA also scales the rows of the sum; the merge below can do that too.)
+# Compute the sum for the layer printed above. In torch, `@` multiplies matrices and `*` each number.
 
 # %% tags=["exercise"]
 from nbutils import exercises
 
-name, layer = next((name, module) for name, module in tuned.named_modules() if getattr(module, "lora_A", None))
-weight = name.removeprefix("base_model.model.") + ".weight"
-W = merging.read_weight(lesson.model, weight)  # from disk, unquantized
-A, B = (matrix["default"].weight.float().cpu() for matrix in (layer.lora_A, layer.lora_B))
-scale = layer.scaling["default"]
-print(f"{weight}: W {tuple(W.shape)}, B {tuple(B.shape)}, A {tuple(A.shape)}, scale {scale:g}")
 my_merged = None
 lesson.check(exercises.merged_weight, my_merged, W, A, B, scale)
 

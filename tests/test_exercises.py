@@ -123,7 +123,7 @@ CASES = [
             (BROKEN, "row 1: "),
             ([MENDED[0], BROKEN[1]], "row 2: "),
             (MENDED[:1], "saw 1 rows, expected 2"),
-            ([MENDED[0], chat_row("Paid?", "Yes, it is.")], "the question 'Is it paid?' has changed"),
+            ([MENDED[0], chat_row("Paid?", "Yes, it is.")], "the question 'Is it paid?' is not there as it was"),
         ],
     ),
     Cases(
@@ -379,7 +379,7 @@ CASES = [
         (256, 512, 16),
         64 * (256 + 512),
         [
-            (64 * 256, "A alone"),
+            (64 * 256, "one of A and B"),
             (64 * 512, "B alone"),
             (256 * 512, "that is W"),
             (64 * 64, "on one side only"),
@@ -534,6 +534,19 @@ def test_an_answer_is_told_and_kept_and_stays_solved(started: Any, capsys: pytes
     again.finish()
     noted = again.run.recorded.exercises["02_data_prep"]["labels"]
     assert (noted.right, noted.tries) == (True, 4)
+
+
+def test_a_full_disk_hides_no_verdict(started: Any, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    running = started()
+    monkeypatch.setattr(record, "note_exercise", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        running.check(exercises.quiz, "b", running.stem)
+    assert "exercise quiz:" in capsys.readouterr().out
+
+
+def test_a_number_beyond_all_floats_is_told(started: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    started().check(exercises.perplexity, 10**400, 2.5)
+    assert "cannot be checked" in capsys.readouterr().out
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------

@@ -88,6 +88,16 @@ def test_a_lesson_is_short(notebook: Notebook) -> None:
     assert len(notebook.code) <= 22
 
 
+def test_an_exercise_can_be_answered_after_the_whole_lesson_has_run(notebook: Notebook) -> None:
+    needed: set[str] = set()
+    for cell in notebook.cells:
+        nodes = list(ast.walk(ast.parse("".join(cell["source"])))) if cell["cell_type"] == "code" else []
+        deleted = {ast.unparse(target) for node in nodes if isinstance(node, ast.Delete) for target in node.targets}
+        assert not needed & deleted, "`run this cell again` would fail"
+        if "exercise" in cell["metadata"].get("tags", []):
+            needed |= {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
 def test_lesson_05_starts_its_server_in_its_first_third() -> None:
     [lesson_05] = [Notebook(source) for source in SOURCES if source.stem == "05_serve"]
     [start] = [number for number, text in enumerate(lesson_05.code, 1) if "server.start(" in text]

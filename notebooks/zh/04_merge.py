@@ -99,6 +99,8 @@ print("适配器  ", from_adapter)
 
 # %% [markdown]
 # 回答是一个 token 一个 token 生成的。在每个位置，模型给词表里的每个 token 一个*概率*：最后一层输出的数叫 logits，做一次 softmax 就得到概率。下面沿着这个回答，把每个位置的概率都算出来：先带适配器算一遍，再用 PEFT 的 `disable_adapter` 关掉适配器算一遍。`predicted["adapter"]` 每行是一个位置，每列是一个 token。稍后和合并后的模型放在一起看。
+#
+# 最后几行取出第一个带适配器的层的矩阵，给后面的练习用；`scale` 就是第 03 课的 alpha / r。
 
 # %%
 prompt = tokenizer.apply_chat_template(asked, tools=row.get("tools"), tokenize=False, add_generation_prompt=True)
@@ -118,20 +120,21 @@ predicted = {"adapter": next_tokens(tuned)}
 with tuned.disable_adapter():
     predicted["base"] = next_tokens(tuned)
 
+name, layer = next((name, module) for name, module in tuned.named_modules() if getattr(module, "lora_A", None))
+weight = name.removeprefix("base_model.model.") + ".weight"
+W = merging.read_weight(lesson.model, weight)  # 从磁盘读，未量化
+A, B = (matrix["default"].weight.detach().float().cpu() for matrix in (layer.lora_A, layer.lora_B))
+scale = layer.scaling["default"]
+print(f"{weight}：W {tuple(W.shape)}，B {tuple(B.shape)}，A {tuple(A.shape)}，scale {scale:g}")
+
 # %% [markdown]
 # ## 练习：合并一个权重
 #
-# 带适配器的层计算 W·x + scale · B·(A·x)：前一项来自权重 W，后一项是适配器加上去的。这等于 (W + scale · B·A)·x，所以可以用括号里的和代替 W。请给第一个这样的层算出这个和。`scale` 就是第 03 课的 alpha / r。在 torch 里，`@` 是矩阵乘法，`*` 是逐个元素相乘。如果报错 size of tensor…，看打印出来的形状：结果要和 W 一样大。（这是 LoRA。DoRA 还要缩放这个和的每一行，下面的合并也支持。）
+# 带适配器的层计算 W·x + scale · B·(A·x)：前一项来自权重 W，后一项是适配器加上去的。这等于 (W + scale · B·A)·x，所以可以用括号里的和代替 W。（这是 LoRA。DoRA 还要缩放这个和的每一行，下面的合并也支持。）请给上面打印的那一层算出这个和。在 torch 里，`@` 是矩阵乘法，`*` 是逐个元素相乘。如果报错 size of tensor…，看打印出来的形状：结果要和 W 一样大。
 
 # %% tags=["exercise"]
 from nbutils import exercises
 
-name, layer = next((name, module) for name, module in tuned.named_modules() if getattr(module, "lora_A", None))
-weight = name.removeprefix("base_model.model.") + ".weight"
-W = merging.read_weight(lesson.model, weight)  # 从磁盘读，未量化
-A, B = (matrix["default"].weight.float().cpu() for matrix in (layer.lora_A, layer.lora_B))
-scale = layer.scaling["default"]
-print(f"{weight}：W {tuple(W.shape)}，B {tuple(B.shape)}，A {tuple(A.shape)}，scale {scale:g}")
 my_merged = None
 lesson.check(exercises.merged_weight, my_merged, W, A, B, scale)
 
