@@ -175,7 +175,10 @@ def mended_rows(answer: Sequence[Any], broken: Sequence[Any]) -> Checked:
         return wrong("saw {saw} rows, expected {expected}", saw=len(answer), expected=len(broken))
     for before, after in zip(broken, answer, strict=True):
         if _asked(before) != _asked(after):
-            return wrong("the question {asked!r} is not there as it was: keep the form of the row, and mend the mistake alone", asked=_asked(before))
+            return wrong(
+                "the question {asked!r} is not there as it was: keep the form of the row, and mend the mistake alone",
+                asked=_asked(before),
+            )
     return right("all {count} rows can be trained on", count=len(answer))
 
 
