@@ -29,7 +29,7 @@ from nbutils import former_names, platforms
 from nbutils.config import flat
 from nbutils.disk import folder_gib, require_disk
 from nbutils.errors import CourseError
-from nbutils.files import CHUNK, read_json, read_object, sha256
+from nbutils.files import CHUNK, make_folder, read_json, read_object, sha256
 from nbutils.former_names import Fingerprint, Settings
 from nbutils.language import joined, say, tr
 from nbutils.masking import describe
@@ -182,7 +182,7 @@ def defect(checkpoint: StoredCheckpoint, thorough: bool = True) -> str | None:
 
 def unpack(checkpoint: StoredCheckpoint, target: Path) -> Path:
     """Unpack a checkpoint folder; it gets its name, in place of an earlier one, once it is complete."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     with (
         tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as partial,
         tarfile.open(checkpoint.archive, "r:") as tar,

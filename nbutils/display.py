@@ -22,7 +22,7 @@ from nbutils.platforms import detect, in_kernel
 ACCENT = "var(--jp-brand-color1, #2979c9)"
 ALARM = "var(--jp-warn-color1, #e07b00)"
 POINTS = 160  # of the live curve, at most
-TABLE_WIDTH = 120  # of a table as text, in characters
+TABLE_WIDTH = 120  # of a table as text; a Chinese character takes two
 CHOICE_WIDTHS = (40, 26, 50)  # of a table of choices: what, value, why
 WRAPPED_WIDTH = 110  # of a line of prose
 LIVE_LINE = re.compile(r"\[WARN\]|[^:]* · ")  # of a training, in any language
@@ -77,8 +77,9 @@ def show_table(rows: Sequence[Row], title: str = "", text: str = "") -> None:
     Example: display.show_table([{"question": "2 + 2?", "answer": "4"}], "Answers")
     """
     columns = aligned(rows)
+    printed = columns.encode("gbk", "replace").split(b"\n")  # two bytes for a Chinese character, which is two wide
     lines = [title]
-    if max(map(len, columns.splitlines()), default=0) <= TABLE_WIDTH:
+    if max(map(len, printed)) <= TABLE_WIDTH:
         lines.append(columns)
     else:
         for row in rows:

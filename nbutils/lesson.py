@@ -193,8 +193,7 @@ class Lesson(Machine):
             say("[todo] exercise {name}: put your answer in the place of None, and run this cell again", name=name)
             return
         try:
-            kind = exercises.other_kind(check, answer)
-            if kind:
+            if kind := exercises.other_kind(check, answer):
                 checked = wrong("saw {answer!r:.200}, expected {kind}", answer=answer, kind=kind)
             else:
                 checked = check(answer, *given)

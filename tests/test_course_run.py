@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,22 @@ def test_the_course_serves_what_generate_says(course_run: Path) -> None:
     assert f"vllm serve {course_run}/merged --" in executed
     assert "--max-model-len=512" in executed
     assert "/docs" in executed
+
+
+@pytest.mark.long
+def test_papermill_without_an_output_path_continues_a_run_and_keeps_the_executed_copy(trained_home: Path) -> None:
+    steps_before = lesson_facts(trained_home / "tiny")["steps"]
+    steps_in_all = steps_before + 2
+    parameters = ["-p", "PROFILE", "tiny", "-p", "MAX_STEPS", str(steps_in_all)]
+    lesson_03 = ROOT / "notebooks/03_qlora.ipynb"
+    python("-m", "papermill", lesson_03, *parameters, home=trained_home, stdin=None, input="")  # a pipe, as in cron
+
+    entry = lesson_facts(trained_home / "tiny")
+    assert entry["resumed_from_step"] == steps_before
+    assert entry["steps"] == steps_in_all
+    assert (trained_home / "notebooks" / lesson_03.name).exists()
+    changed = subprocess.run(["git", "status", "--porcelain", "notebooks"], cwd=ROOT, capture_output=True, text=True)
+    assert " M notebooks/03_qlora.ipynb" not in changed.stdout
 
 
 @pytest.mark.long

@@ -37,6 +37,8 @@ def test_a_table_is_text_outside_a_notebook(capsys: Any) -> None:
     long_answer = "x" * display.TABLE_WIDTH
     display.show_table([{"question": "a", "base": long_answer}, {"question": "b", "base": "c"}], "Before")
     assert capsys.readouterr().out == f"Before\n  question: a\n  base: {long_answer}\n\n  question: b\n  base: c\n\n"
+    display.show_table([{"question": "果" * 70}])  # 140 wide, with 70 characters
+    assert "question: 果" in capsys.readouterr().out
     display.show_facts({"steps": 150, "loss": 0.002})
     assert capsys.readouterr().out.split() == ["what", "value", "steps", "150", "loss", "0.002"]
     assert display.aligned([{"a": 1, "long": "x"}, {"a": 222, "long": ""}]) == "a    long\n1    x\n222"

@@ -104,7 +104,7 @@ def test_a_kaggle_run_that_was_stopped_is_continued_by_the_next_version(course_r
     later.make("kaggle/input/notebooks/me")
     (first.root / "kaggle/working").rename(later.root / "kaggle/input/notebooks/me/qlora")
     again = later.root / "kaggle/working/runs/tiny"
-    shutil.copytree(course_run / "practice", again / "practice")  # they were tried elsewhere, and take time
+    shutil.copytree(course_run / "practice", again / "practice")  # of the course run: to train them takes half a minute
     with papermill(later, log, "-p", "MAX_STEPS", str(steps + 2)) as running:
         assert running.wait(timeout=300) == 0, log.read_text()[-4000:]
     assert (lesson_facts(again)["resumed_from_step"], lesson_facts(again)["steps"]) == (steps, steps + 2)

@@ -230,7 +230,7 @@ def _send_file(file: Path, receives: bool) -> None:
                 pass
         return
     if receives:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(file.parent)
     with open(file if receives else os.devnull, "wb") as copy:
         while part := broadcast(None):
             copy.write(part)

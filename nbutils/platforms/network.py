@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbutils.errors import require_choice
-from nbutils.files import fs_root, sha256
+from nbutils.files import fs_root, make_folder, sha256
 from nbutils.language import tr
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def download(
     if file.exists():
         return
     partial = partial_of(file)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     partial.touch()
     failures = 0
     while (have := partial.stat().st_size) < size:

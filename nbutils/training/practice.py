@@ -100,8 +100,7 @@ def train(practice: Practice, folder: Path) -> Practised:
     if files.stamp(folder) != decided_by:
         files.make_folder(folder.parent)
         with files.complete_folder(folder, decided_by) as partial:
-            history = _train(practice, partial)
-            files.write_json(partial / history_file.name, history)
+            files.write_json(partial / history_file.name, _train(practice, partial))
     return Practised(folder, files.read_json(history_file))
 
 
