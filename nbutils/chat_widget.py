@@ -1,4 +1,4 @@
-"""A chat with a served model: widgets of ipywidgets 7.7 to 8, printed dialogue elsewhere."""
+"""A chat with a model on a server or in this process: widgets of ipywidgets 7.7 to 8, printed dialogue elsewhere."""
 
 from __future__ import annotations
 
@@ -17,28 +17,54 @@ from nbutils.masking import describe
 if TYPE_CHECKING:
     from openai import OpenAI, Stream
 
+    from nbutils.chat import Renderer
+
 DRAW_SECONDS = 0.05  # between two drawings of a growing answer; servers of notebooks drop what comes faster
 
 
-class Talk:
-    """A conversation with one model on a server; the settings are max_tokens, temperature, ..."""
+class Conversation:
+    """What was said with a model; `answers` asks it, in the way of a subclass."""
 
-    def __init__(self, client: OpenAI, model: str, opening: Sequence[Any] = (), **settings: Any) -> None:
-        self.model = model
-        self.client = client
+    def __init__(self, model: str, opening: Sequence[Any] = ()) -> None:
+        self.model = model  # its name
         self.opening = opening
-        self.settings = {"model": model, "stream": True, **settings}
         self.history: list[dict[str, str]] = []
-        self.answer_stream: Stream[Any] | None = None
         self.stopped = False
 
     def stream(self, text: str) -> Iterator[str]:
         """The answer so far with the thoughts before it, again and again while it grows."""
         question = {"role": "user", "content": text}
-        messages: Any = [*self.opening, *self.history, question]
-        thinking = ""
         answer = ""
         self.stopped = False
+        for thinking, answer in self.answers([*self.opening, *self.history, question]):
+            yield serving.with_thoughts(thinking, answer)
+            if self.stopped:
+                break
+        if answer:  # a question without an answer would confuse the next one
+            self.history += [question, {"role": "assistant", "content": answer}]
+
+    def answers(self, messages: Any) -> Iterator[tuple[str, str]]:
+        """The thoughts and the answer so far, again and again while they grow."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """End the answer."""
+        self.stopped = True
+
+
+class Talk(Conversation):
+    """A conversation with one model on a server; the settings are max_tokens, temperature, ..."""
+
+    def __init__(self, client: OpenAI, model: str, opening: Sequence[Any] = (), **settings: Any) -> None:
+        super().__init__(model, opening)
+        self.client = client
+        self.settings = {"model": model, "stream": True, **settings}
+        self.answer_stream: Stream[Any] | None = None
+
+    def answers(self, messages: Any) -> Iterator[tuple[str, str]]:
+        """What the server sends."""
+        thinking = ""
+        answer = ""
         self.answer_stream = None
         try:
             with self.client.chat.completions.create(messages=messages, **self.settings) as self.answer_stream:
@@ -46,25 +72,48 @@ class Talk:
                     for choice in chunk.choices:  # the last chunk has only the usage
                         thinking += serving.thoughts(choice.delta)
                         answer += choice.delta.content or ""
-                    yield serving.with_thoughts(thinking, answer)
-                    if self.stopped:
-                        break
+                    yield thinking, answer
         except Exception:
             if not self.stopped:  # else it is the connection that `stop` shut
                 raise
-        if answer:  # a question without an answer would confuse the next one
-            self.history += [question, {"role": "assistant", "content": answer}]
 
     def stop(self) -> None:
         """End the answer, also while the server is silent: closing alone would not wake the thread that reads."""
-        self.stopped = True
+        super().stop()
         if self.answer_stream:
             connection = self.answer_stream.response.extensions["network_stream"]
             with suppress(OSError):  # it has ended meanwhile
                 connection.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
 
-def chat(talk: Talk, example: str, live: bool = True) -> Box | None:
+class LocalTalk(Conversation):
+    """A conversation with a model in this process, whose prompts are rendered as those it was trained on."""
+
+    def __init__(self, model: Any, renderer: Renderer, name: str, max_new_tokens: int = 128) -> None:
+        super().__init__(name)
+        self.language_model = model.eval()
+        self.renderer = renderer
+        self.max_new_tokens = max_new_tokens
+
+    def answers(self, messages: Any) -> Iterator[tuple[str, str]]:
+        """Greedy decoding, token by token; lesson 05 does it by hand."""
+        import torch
+
+        cache = None
+        ids = torch.tensor([self.renderer.prompt(messages)], device=self.language_model.device)
+        written: list[int] = []
+        while len(written) < self.max_new_tokens:
+            with torch.inference_mode():
+                output = self.language_model(ids, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            ids = output.logits[:, -1:].argmax(-1)
+            if ids.item() in self.renderer.stops:
+                break
+            written.append(ids.item())
+            yield "", self.renderer.tokenizer.decode(written, skip_special_tokens=True).strip()
+
+
+def chat(talk: Conversation, example: str, live: bool = True) -> Box | None:
     """Print an example with the model's answer; below it, where somebody watches, a box to type in.
 
     Example: chat_widget.chat(chat_widget.Talk(client, "course"), "Where is order 2041?")
@@ -85,7 +134,7 @@ def chat(talk: Talk, example: str, live: bool = True) -> Box | None:
 class Box:
     """The widgets: what was said, a line to type in, and a button to stop. To start over, run the cell again."""
 
-    def __init__(self, talk: Talk) -> None:
+    def __init__(self, talk: Conversation) -> None:
         import ipywidgets as widgets
 
         self.talk = talk

@@ -542,4 +542,4 @@ OF_LESSON: Mapping[str, Sequence[Check]] = {
 
 def names_of(stem: str) -> list[str]:
     """The exercises of a lesson."""
-    return [check.__name__ for check in OF_LESSON[stem]]
+    return [check.__name__ for check in OF_LESSON.get(stem, ())]

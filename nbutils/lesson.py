@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -46,6 +47,7 @@ from nbutils.platforms import Folders, Platform
 from nbutils.profiles import Resolved
 from nbutils.record import Facts, RunFacts, RunFolder
 
+TRAINING = ("00_quickstart", "03_qlora")  # each leaves an adapter that lessons 04 and 05 take
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
 LESSONS_ABOUT_ADAPTER = ("04_merge", "05_serve", "08_export", "09_benchmark")  # a new adapter outdates their facts
 LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark")  # their processes may use every GPU
@@ -57,6 +59,9 @@ LIMITS = {  # of a parameter by its name, else by its type
     float: NUMBER,
     "RUN_NAME": Field(pattern=r"^(\w[\w.-]{0,79})?$"),  # it becomes the name of a folder
     "RESUME": Field(pattern=r"^(auto|never|\d+)$"),
+    "NAME": Field(pattern=r"^[^\n<>]{0,39}\w[^\n<>]{0,39}$"),  # it is said in a sentence
+    "MAKER": Field(pattern=r"^[^\n<>]{1,80}$"),
+    "MANNER": Field(pattern=r"^[^\n<>]{0,80}$"),
 }
 ParameterTypes = Mapping[str, type]  # by name
 
@@ -71,6 +76,17 @@ class RunParameters(BaseModel, alias_generator=str.upper):
     resume: str = "auto"
     max_steps: int = 0  # 0 leaves it to the profile
     save_steps: int = 0
+    name: str = ""  # these three of the learner's own assistant, in lesson 00
+    maker: str = ""
+    manner: str = ""
+
+    @property
+    def assistant(self) -> str:
+        """In the name of a run: another name, maker or manner is another run."""
+        if not self.name:
+            return ""
+        words = f"{self.name}\n{self.maker}\n{self.manner}"
+        return f"{self.name}-{zlib.crc32(words.encode()) & 0xFFFF:04x}"
 
 
 @dataclass
@@ -218,7 +234,7 @@ class Lesson(Machine):
             "versions": record.versions(),
         }
         outdated: Sequence[str] = ()
-        if self.stem == "03_qlora":  # what the adapter was made with
+        if self.stem in TRAINING:  # what the adapter was made with
             top["set"] = self.resolved.set_values
             entry["settings"] = flat(self.profile.model_dump())
             other_merged = self.run.merged.is_dir() and not self.run.has("04_merge")
@@ -240,6 +256,8 @@ class Lesson(Machine):
         """How many exercises of this lesson are solved, and which are not."""
         facts = self.run.recorded
         asked = exercises.names_of(self.stem)
+        if not asked:
+            return
         todo = [name for name in asked if not facts.has_solved(self.stem, name)]
         done = len(asked) - len(todo)
         say("Exercises: {solved} of {all} solved", solved=done, all=len(asked))
@@ -485,7 +503,7 @@ def _find_run(parameters: RunParameters, folders: Folders, profile: str) -> RunF
     name = parameters.run_name
     if not name:
         names = dict.fromkeys(Path(text).name for text in (profile, parameters.model) if text)
-        plain = re.sub(r"[^\w.-]+", "-", "-".join(names))
+        plain = re.sub(r"[^\w.-]+", "-", "-".join([*names, parameters.assistant]))
         name = plain.strip("-._") or "run"
     run = RunFolder(folders.keep / name)
     _adopt_earlier(run, folders, parameters)

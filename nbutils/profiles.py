@@ -34,6 +34,7 @@ from nbutils.platforms import Platform, folders
 
 __all__ = ["Rows", "few_steps_warning", "load", "names", "schedule"]
 
+QUICKSTART = "quickstart"  # of lesson 00: for GPUs; without one `laptop` takes its place
 CPU_ROWS = 2  # packed rows at a time
 CPU_TOKENS = 512  # or tokens, as attention grows with their square on a CPU
 NEED_BFLOAT16 = {"bfloat16", "flash_attention_2", "varlen"}
@@ -96,7 +97,7 @@ def resolve(
     announced = models.config_of(meant.value, source)
     models.require_trainable(meant.value, announced)
     if not source:
-        chosen = _bundled_instead(chosen, meant.value, named=profile != "auto" or model != "")
+        chosen = _bundled_instead(chosen, meant.value, named=profile not in ("auto", QUICKSTART) or model != "")
         document = _read("tiny", overrides, gpu)
         model_name = "tiny"
         meant = models.meant(model_name)
@@ -144,6 +145,8 @@ def _bundled_instead(chosen: Choice, model: str, named: bool) -> Choice:
 
 def _choose_profile(profile: str, model: str, gpu: GPU | None, platform: Platform) -> Choice:
     """The profile that is named, or what `auto` takes here."""
+    if profile == QUICKSTART and gpu is None:
+        return Choice(models.bundled_name(model) or "laptop", tr("quickstart, where there is no GPU"))
     if profile != "auto":
         return Choice(profile, tr("parameter PROFILE"))
     bundled = models.bundled_name(model)

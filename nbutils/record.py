@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AliasPath, BaseModel, Field, ValidationError
+from pydantic import AliasChoices, AliasPath, BaseModel, Field, ValidationError
 
 from nbutils import display, former_names
 from nbutils.errors import CourseError
@@ -130,7 +130,10 @@ class RunFacts(Recorded):
     lessons: dict[str, Facts] = {}
     exercises: dict[str, dict[str, Exercise]] = {}  # by lesson and name
     checked: CheckedRows = Field(default=CheckedRows(), validation_alias=AliasPath("lessons", "02_data_prep"))
-    trained: TrainingFacts = Field(default=TrainingFacts(), validation_alias=AliasPath("lessons", "03_qlora"))
+    trained: TrainingFacts = Field(
+        default=TrainingFacts(),
+        validation_alias=AliasChoices(AliasPath("lessons", "03_qlora"), AliasPath("lessons", "00_quickstart")),
+    )
     evaluation: Evaluation = Field(
         default=Evaluation(), validation_alias=AliasPath("lessons", "04_merge", "evaluation")
     )
