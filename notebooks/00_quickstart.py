@@ -164,6 +164,9 @@ print(f"{named} of {len(questions)} held-out questions are answered with the nam
 # - an assistant with a name that you chose, and its answers before and after the training,
 # - the share of questions it was never trained on that it answers with its name,
 # - a chat with it, here in the notebook.
+
+# %% [markdown]
+# ## What comes next
 #
 # How it works, and how to do it with your own task:
 #

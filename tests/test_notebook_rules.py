@@ -219,7 +219,9 @@ def test_the_chinese_lesson_is_the_english_program_with_chinese_texts(source: Pa
     language, *code = chinese.code
     assert language == chinese.tagged("language")
     assert all(map(same_program, english.code, code)) and len(english.code) == len(code)
-    assert all(chinese.tagged(tag) == english.tagged(tag) for tag in ("setup", "parameters"))
+    assert chinese.tagged("setup") == english.tagged("setup")
+    own_words = re.compile(r'(?m)^(NAME|MAKER|MANNER): str = ".*"$')  # of a learner's assistant
+    assert own_words.sub("", chinese.tagged("parameters")) == own_words.sub("", english.tagged("parameters"))
     opening, _, *others = chinese.prose  # the second one is about the language
     ours, theirs = ([re.findall(r"(?m)^#+ ", text) for text in prose] for prose in ([opening, *others], english.prose))
     assert ours == theirs
