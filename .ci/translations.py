@@ -130,6 +130,7 @@ def texts_in_data() -> set[str]:
     texts |= {*get_args(data_texts.Kind), *data_texts.TODOS.values(), *build.LANGUAGES}
     texts |= {build.BUNDLED, "rows", *watch.STATES.values(), *notices.TITLES.values()}
     texts |= {"mean", "longest", "over", "what", "value", "why", "question", "expected", "before", "after"}
+    texts |= {"student", "trainings"}
     texts |= {"symptom", "cause", "todo"}
     texts |= {"loss", "validation", "peak", "cost", "time left"}  # the numbers of a training
     judged = comparison.TEXTS

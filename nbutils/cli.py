@@ -17,7 +17,7 @@ from nbutils.errors import CourseError
 from nbutils.language import print_whatever, printable, say, tr
 
 PATH = click.Path(path_type=Path)
-MODEL_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 COUNT = click.IntRange(1)
 AMOUNT = click.FloatRange(1e-3, 1e9)
 Words = tuple[str, ...]
@@ -103,10 +103,14 @@ def compare_runs(runs: Words, out: Path | None, as_json: bool) -> None:
 
 @app.command("progress")
 @option("--name", default="", help="Your name, for the certificate.")
-def show_progress(name: str) -> None:
+@option("--class", "students", type=FOLDER, help="For a teacher: a folder with one folder of runs for each student.")
+def show_progress(name: str, students: Path | None) -> None:
     """Show which exercises are solved; when those of lessons 01-05 are, write a certificate beside the runs."""
     from nbutils import platforms, progress
 
+    if students:
+        print(display.aligned(progress.of_class(students)) or tr("no folder of a student"))
+        return
     keep = platforms.folders().keep
     solved = progress.solved(keep)
     print(progress.text(solved))
@@ -327,7 +331,7 @@ def bench_serve(
 
 
 @app.command()
-@argument("folder", type=MODEL_FOLDER)
+@argument("folder", type=FOLDER)
 @argument("formats", nargs=-1)
 @option("--out", type=PATH, help="Where the exports go; default: exports/ beside FOLDER.")
 @option("--data", type=PATH, help="Train rows (.jsonl) that awq is calibrated on; other formats need none.")
@@ -348,7 +352,7 @@ def export_env() -> None:
 
 
 @app.command()
-@argument("folder", type=MODEL_FOLDER)
+@argument("folder", type=FOLDER)
 @argument("to")
 @option("--public", is_flag=True, help="Let everyone see it; without this it is private.")
 def push(folder: Path, to: str, public: bool) -> None:

@@ -1,4 +1,7 @@
-"""`python -m nbutils progress`: the exercises that are solved, in any run; and the certificate of the course 01-05."""
+"""`python -m nbutils progress`: the exercises that are solved, in any run; and the certificate of the course 01-05.
+
+For a teacher: a row for each student, from the facts.json of the runs that were handed in.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,28 @@ def text(solved: Solved) -> str:
         share = f"{len(done)} / {len(names)}"
         lines.append([stem, share, ", ".join(todo)])
     return display.columns_of(lines)
+
+
+def of_class(folder: Path) -> list[dict[str, str]]:
+    """A row for each student, whose runs lie in a folder of theirs in this one.
+
+    A training that two of them hand in is shown where it came first: no two take the same seconds.
+    """
+    rows = []
+    first_places: dict[str, str] = {}  # of trainings, by what was measured of them
+    for student in sorted(folder.iterdir()):
+        row = {"student": student.name}
+        for stem, done in solved(student).items():
+            row[stem[:2]] = f"{len(done)}/{len(names_of(stem))}"
+        trainings = []
+        for run in record.runs(student).values():
+            facts = run.recorded
+            if facts.trained.steps:
+                place = first_places.setdefault(facts.trained.model_dump_json(), str(run.path))
+                trainings.append(f"{place}: {tr(facts.evaluation.verdict or '-')}")
+        row["trainings"] = ", ".join(trainings)
+        rows.append(row)
+    return rows
 
 
 def course_done(solved: Solved) -> bool:

@@ -592,6 +592,53 @@ def test_progress_adds_up_over_all_runs_and_ends_in_a_certificate(home: Path) ->
     assert "http" not in page, "it needs no network"
 
 
+def trained(facts: Path, seconds: float) -> None:
+    """A run whose training took so long."""
+    record.update(facts, {"model": "tiny"}, "03_qlora", {"steps": 150, "planned_steps": 150, "seconds": seconds})
+
+
+def of_class(folder: Path) -> dict[str, list[str]]:
+    """The row of each student, by name, with its cells: solved in each lesson, then the trainings."""
+    told = CliRunner().invoke(cli.app, ["progress", "--class", str(folder)])
+    assert told.exit_code == 0, told.output
+    heading, *rows = [line.split() for line in told.output.splitlines()]
+    assert heading[1:-1] == [stem[:2] for stem in exercises.OF_LESSON]
+    return {name: cells for name, *cells in rows}
+
+
+def test_a_teacher_sees_what_each_student_has_solved_and_whose_training_it_is(tmp_path: Path) -> None:
+    for student in ("ann", "bob", "eve", "zoe"):
+        (tmp_path / student / "week1").mkdir(parents=True)
+    solve_all(tmp_path / "ann", "week1", lesson.COURSE)
+    trained(tmp_path / "ann/week1/facts.json", seconds=98.4)
+    judged(tmp_path / "ann", "week1")
+    solve_all(tmp_path / "bob", "week1", lesson.COURSE[:1])
+    trained(tmp_path / "bob/week1/facts.json", seconds=98.5)
+    shutil.copytree(tmp_path / "bob/week1", tmp_path / "eve/renamed")
+    rows = of_class(tmp_path)
+    assert rows["ann"][:6] == ["3/3", "4/4", "4/4", "4/4", "4/4", "0/3"]
+    assert rows["ann"][-2:] == [f"{tmp_path}/ann/week1:", "helped"]
+    assert rows["bob"][:2] == ["3/3", "0/4"]
+    assert rows["bob"][-2:] == rows["eve"][-2:] == [f"{tmp_path}/bob/week1:", "-"], (
+        "a copy is shown where it came first"
+    )
+    assert set(rows["zoe"]) <= {"0/3", "0/4"}, "without a training"
+
+
+def test_facts_of_a_student_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "ann/week1").mkdir(parents=True)
+    facts = tmp_path / "ann/week1/facts.json"
+    facts.write_text('{"exercises": 7}')
+    told = CliRunner().invoke(cli.app, ["progress", "--class", str(tmp_path)])
+    assert told.exit_code == 1
+    assert f"{facts} cannot be read" in told.output
+
+
+def test_a_folder_without_students_is_told(tmp_path: Path) -> None:
+    told = CliRunner().invoke(cli.app, ["progress", "--class", str(tmp_path)])
+    assert told.output == "no folder of a student\n"
+
+
 # --- the solutions, in the Chinese lessons ----------------------------------------------------------------------------
 
 
