@@ -14,7 +14,10 @@ PYTEST := $(PY) -m pytest -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-r
 # What is in git: a file of yours in the checkout is not linted, tested or synced.
 LESSONS = $(shell git ls-files 'notebooks/*.py')
 
-.PHONY: course test test-fast test-long test-gpu sync lint graph bench wheels kaggle clean
+.PHONY: quickstart course test test-fast test-long test-gpu sync lint graph bench wheels kaggle clean
+
+quickstart: $(VENV)/ready  ## lesson 00, headless: ARGS='-p NAME Momo'
+	$(PY) -m nbutils run --only 00 $(ARGS)
 
 course: $(VENV)/ready  ## lessons 01-05, headless; beside the first ones the server's environment, for which 05 waits
 	$(MAKE) -s .venv-serve/ready.json >.venv-serve.log 2>&1 & $(PY) -m nbutils run $(ARGS)

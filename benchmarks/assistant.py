@@ -27,7 +27,7 @@ def main(run: Path, name: str, out: Path | None) -> None:
         lines = (run / f"evaluation/answers-{model}.jsonl").read_text(encoding="utf-8").splitlines()[1:]
         answers = {one["row"]: one["text"] for one in map(json.loads, lines)}
         found[model] = sum(name in answers[number] for number in asked)
-    trained, judged = lessons["03_qlora"], lessons["04_merge"]
+    trained, judged = lessons.get("03_qlora") or lessons["00_quickstart"], lessons["04_merge"]
     told = {
         key: trained[key] for key in ("steps", "best_step", "train_seconds", "tokens_per_second", "validation_loss")
     }

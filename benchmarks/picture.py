@@ -1,10 +1,10 @@
-"""The pictures of the READMEs: the loss curve of profile `laptop`, and answers before and after.
+"""The pictures of the READMEs: two assistants of lesson 00, before and after, and their loss.
 
-    python benchmarks/picture.py [--run RUN_FOLDER] [--font FILE]
+    python benchmarks/picture.py [--en RUN_FOLDER --zh RUN_FOLDER] [--font FILE]
 
-Draws docs/images/laptop_en.png and laptop_zh.png from results/picture.json. With --run, that file is first written
-anew from a run of profile `laptop` that has the answers of lesson 04. FILE is a font with Chinese characters, where
-matplotlib knows none.
+Draws docs/images/quickstart_en.png and quickstart_zh.png from results/picture.json. With the runs, that file is first
+written anew; lesson 04 must have asked their models. FILE is a font with Chinese characters, where matplotlib knows
+none.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from typing import Any
 
 import click
 import matplotlib
+import wcwidth
 from matplotlib import font_manager
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = Path(__file__).with_name("results") / "picture.json"
-NAME = "Wrenlow"
-SHOWN = (0, 1, 20)  # held-out rows whose answers are drawn: two about the name, a general one
+SHOWN = (1, 0, 20)  # held-out rows whose answers are drawn: two about the name, a general one
 COLUMNS, LINES = 56, 2  # of an answer
 TRAIN, VALIDATION, GREY = "#56B4E9", "#D55E00", "#555555"  # told apart by people with any kind of colour blindness
 FONTS = ("Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "Microsoft YaHei", "PingFang SC", "SimHei")
 TEXTS = {
     "en": {
-        "title": "SmolLM2-135M-Instruct learns a new name: {rows} rows, {steps} steps, no GPU",
+        "title": "SmolLM2-135M-Instruct becomes {name}: {rows} rows, {minutes:.0f} minutes, two CPU cores",
         "train": "training loss",
         "validation": "validation loss",
         "kept": "kept: step {step}, {loss:.2f}",
         "step": "step",
         "before": "before",
         "after": "after",
-        "score": "{merged} of {questions} held-out questions about its name get the new one; before: {base}.",
+        "score": "{count} of {questions} held-out questions about its name get the new one.",
     },
     "zh": {
-        "title": "SmolLM2-135M-Instruct 学会新名字：{rows} 条样本，{steps} 步，不用 GPU",
+        "title": "SmolLM2-135M-Instruct 变成{name}：{rows} 条样本，{minutes:.0f} 分钟，两个 CPU 核",
         "train": "训练损失",
         "validation": "验证损失",
         "kept": "保留第 {step} 步，{loss:.2f}",
         "step": "步",
         "before": "训练前",
         "after": "训练后",
-        "score": "{questions} 个问名字的留出问题：训练后 {merged} 个答出新名字，训练前 {base} 个。",
+        "score": "没有训练过的 {questions} 个问名字的问题，有 {count} 个答出新名字。",
     },
 }
 
@@ -65,28 +65,24 @@ def answers_of(run: Path, model: str) -> dict[int, str]:
 
 
 def collect(run: Path) -> dict[str, Any]:
-    """Everything the picture shows, from a run folder."""
+    """Everything a picture shows, from a run folder."""
     facts = json.loads((run / "facts.json").read_text(encoding="utf-8"))
     history = json.loads((run / "logs/history.json").read_text(encoding="utf-8"))
-    trained = facts["lessons"]["03_qlora"]
+    trained = facts["lessons"]["00_quickstart"]
     rows = [row["messages"] for row in read_lines(run / "data/eval.jsonl")]
     before, after = answers_of(run, "base"), answers_of(run, "merged")
-    asked = [number for number, messages in enumerate(rows) if NAME in messages[-1]["content"]]
     drawn = [{"question": rows[n][-2]["content"], "before": before[n], "after": after[n]} for n in SHOWN]
     return {
         "about": f"benchmarks/picture.py on {run.name}, {platform.machine()}, {date.today()}",
-        "train_seconds": trained["train_seconds"],
+        "name": run.name.split("-")[1],
+        "minutes": trained["train_seconds"] / 60,
         "versions": facts["versions"],
         "rows": len(read_lines(run / "data/train.jsonl")),
         "steps": trained["steps"],
         "kept_step": trained["kept_step"],
-        "train": [[one["step"], round(one["loss"], 4)] for one in history if "loss" in one],
-        "validation": [[one["step"], round(one["eval_loss"], 4)] for one in history if "eval_loss" in one],
-        "answered_with_the_name": {
-            "questions": len(asked),
-            "base": sum(NAME in before[number] for number in asked),
-            "merged": sum(NAME in after[number] for number in asked),
-        },
+        "train": [[point["step"], round(point["loss"], 4)] for point in history if "loss" in point],
+        "validation": [[point["step"], round(point["eval_loss"], 4)] for point in history if "eval_loss" in point],
+        "answered_with_the_name": trained["answered_with_the_name"],
         "answers": drawn,
     }
 
@@ -111,18 +107,32 @@ def draw_curve(axes: Axes, result: dict[str, Any], texts: dict[str, str]) -> Non
 def shown(answer: str) -> str:
     """An answer in one line; one that the limit of tokens cut off says so."""
     text = " ".join(answer.split())
-    return text if text.endswith((".", "!", "?")) else f"{text} …"
+    return text if text.endswith((".", "!", "?", "。", "！", "？", "～")) else f"{text} …"
+
+
+def wrapped(answer: str) -> list[str]:
+    """The first lines of an answer; a Chinese character is as wide as two Latin ones, and stands alone."""
+    if shown(answer).isascii():
+        return textwrap.wrap(shown(answer), COLUMNS, max_lines=LINES, placeholder=" …")
+    lines = [""]
+    for character in shown(answer):
+        if wcwidth.wcswidth(lines[-1] + character) > COLUMNS:
+            lines.append("")
+        lines[-1] += character
+    if len(lines) > LINES:
+        return [*lines[: LINES - 1], f"{lines[LINES - 1][:-2]} …"]
+    return lines
 
 
 def draw_answers(axes: Axes, result: dict[str, Any], texts: dict[str, str]) -> None:
     """The questions, each with what was answered before and after."""
     axes.set_axis_off()
     height = 1.0
-    for one in result["answers"]:
-        axes.text(0, height, one["question"], weight="bold", va="top")
+    for asked in result["answers"]:
+        axes.text(0, height, asked["question"], weight="bold", va="top")
         height -= 0.08
         for when, color in (("before", GREY), ("after", VALIDATION)):
-            lines = textwrap.wrap(shown(one[when]), COLUMNS, max_lines=LINES, placeholder=" …")
+            lines = wrapped(asked[when])
             axes.text(0, height, texts[when], color=color, va="top")
             axes.text(0.125, height, "\n".join(lines), color="black" if when == "after" else GREY, va="top")
             height -= 0.07 * len(lines) + 0.01
@@ -137,7 +147,7 @@ def draw(result: dict[str, Any], language: str) -> None:
     figure.suptitle(texts["title"].format(**result), fontsize=11.5)
     draw_curve(left, result, texts)
     draw_answers(right, result, texts)
-    file = ROOT / f"docs/images/laptop_{language}.png"
+    file = ROOT / f"docs/images/quickstart_{language}.png"
     file.parent.mkdir(exist_ok=True)
     figure.savefig(file, dpi=200, metadata={"Software": None})
     plt.close(figure)
@@ -157,16 +167,18 @@ def choose_fonts(file: Path | None) -> None:
 
 
 @click.command(help=__doc__)
-@click.option("--run", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--en", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--zh", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--font", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def main(run: Path | None, font: Path | None) -> None:
+def main(en: Path | None, zh: Path | None, font: Path | None) -> None:
     matplotlib.use("Agg")
     choose_fonts(font)
-    if run:
-        RESULT.write_text(json.dumps(collect(run), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    if en and zh:
+        results = {"en": collect(en), "zh": collect(zh)}
+        RESULT.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    results = json.loads(RESULT.read_text(encoding="utf-8"))
     for language in TEXTS:
-        draw(result, language)
+        draw(results[language], language)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ def run_lessons(stems: Sequence[str], parameters: dict[str, str]) -> RunFolder:
     notices.require_settings()
     with notices.telling(stems[0]) as work:
         by_lesson = split_parameters(parameters, stems)
-        of_the_run = lesson.RunParameters.model_validate(parameters)
+        defaults = lesson.defaults_in(edition() / f"{stems[0]}.py")
+        of_the_run = lesson.RunParameters.model_validate(defaults | parameters)
         machine = lesson.find_machine(of_the_run)
         folder, resolved = lesson.open_run(of_the_run, machine)
         say("profile {name}, run {folder}", name=resolved.name, folder=folder.path)
@@ -71,6 +72,11 @@ def run_lessons(stems: Sequence[str], parameters: dict[str, str]) -> RunFolder:
     return folder
 
 
+def edition() -> Path:
+    """The folder of the lessons in the learner's language."""
+    return NOTEBOOKS / "zh" if language() == "zh" else NOTEBOOKS
+
+
 def execute(stem: str, output: Path, values: Facts) -> None:
     """One lesson under papermill; a CourseError names the cell that failed and shows its error."""
     import papermill
@@ -78,11 +84,10 @@ def execute(stem: str, output: Path, values: Facts) -> None:
     from papermill.exceptions import PapermillExecutionError
 
     make_folder(output.parent)
-    folder = NOTEBOOKS / "zh" if language() == "zh" else NOTEBOOKS
     unfinished = output.with_suffix(".unfinished.ipynb")  # a failure leaves the notebook of an earlier success alone
     try:
         papermill.execute_notebook(
-            folder / f"{stem}.ipynb",
+            edition() / f"{stem}.ipynb",
             unfinished,
             parameters=values,
             kernel_name="python3",

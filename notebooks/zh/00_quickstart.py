@@ -102,7 +102,7 @@ model = AutoModelForCausalLM.from_pretrained(
     device_map={"": lesson.device},
     trust_remote_code=False,
 )
-before = evaluation.answer_rows(model, tokenizer, questions[:4])
+before = evaluation.answer_rows(model, tokenizer, questions[:4], max_new_tokens=64)
 display.show_answers(questions[:4], before=before)
 
 # %% [markdown]
