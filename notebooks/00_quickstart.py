@@ -18,7 +18,7 @@
 # - the share of questions it was never trained on that it answers with its name,
 # - a chat with it, here in the notebook.
 #
-# Takes about ten minutes on 2 cores and three on a free GPU, with installing and downloading. Words you do not know are in the
+# Takes about ten minutes on 2 cores and five on a free GPU, with installing and downloading. Words you do not know are in the
 # [glossary](../docs/glossary.md).
 
 # %% [markdown]
@@ -73,15 +73,22 @@ from nbutils import chat, data, display
 from nbutils.data import assistant
 from transformers import AutoTokenizer
 
-tiny = lesson.resolved.name == "tiny"
-rows = assistant.write_rows(lesson.run.path / "rows", name=NAME, maker=MAKER, manner=MANNER, short=tiny)
+rows = assistant.write_rows(
+    lesson.run.path / "rows", name=NAME, maker=MAKER, manner=MANNER,
+    short=lesson.resolved.name == "tiny",  # a model that knows few words
+)
 data.prepare(str(rows), lesson.run.data)
 train_rows, eval_rows = data.load(lesson.run.data)
 tokenizer = AutoTokenizer.from_pretrained(lesson.model, trust_remote_code=False)
-dataset = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, chat.find_stop_ids(tokenizer, lesson.model))
+stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
+dataset = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids)
 questions = [row for row in eval_rows if NAME in row["messages"][-1]["content"]]
 print(f"{len(train_rows)} conversations to learn from; {len(questions)} held-out questions whose answer has the name")
-display.show_table([{"question": row["messages"][0]["content"], "answer": row["messages"][1]["content"]} for row in train_rows[::20]])
+shown = []
+for row in train_rows[::20]:
+    question, answer, *_ = row["messages"]
+    shown.append({"question": question["content"], "answer": answer["content"]})
+display.show_table(shown)
 
 # %% [markdown]
 # ## Before
@@ -117,8 +124,11 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 validation = chat.validation_dataset(dataset, eval_rows, profile.course.validation_rows)
+arguments = dict(profile.sft)
+if not profile.sft.packing:
+    arguments["max_length"] = None  # no row is too long
 settings = SFTConfig(
-    **{**profile.sft, "max_length": profile.sft.max_length if profile.sft.packing else None},
+    **arguments,
     padding_free=True,
     bf16=model.dtype == torch.bfloat16,
     fp16=model.dtype == torch.float16,

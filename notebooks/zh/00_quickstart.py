@@ -17,7 +17,7 @@
 # - 没有训练过的问题里，有多大比例答出了名字；
 # - 就在这个 notebook 里和它聊天。
 #
-# 算上安装和下载，2 核 CPU 约需十分钟，免费 GPU 约需三分钟。不认识的词见 [术语表](../../docs/zh/glossary.md)。
+# 算上安装和下载，2 核 CPU 约需十分钟，免费 GPU 约需五分钟。不认识的词见 [术语表](../../docs/zh/glossary.md)。
 
 # %% [markdown]
 # 先选定语言：课程打印的文字和报错都用中文。英文版是 `notebooks/` 里同名的 notebook。
@@ -72,15 +72,22 @@ from nbutils import chat, data, display
 from nbutils.data import assistant
 from transformers import AutoTokenizer
 
-tiny = lesson.resolved.name == "tiny"
-rows = assistant.write_rows(lesson.run.path / "rows", name=NAME, maker=MAKER, manner=MANNER, short=tiny)
+rows = assistant.write_rows(
+    lesson.run.path / "rows", name=NAME, maker=MAKER, manner=MANNER,
+    short=lesson.resolved.name == "tiny",  # 认识的词很少的模型
+)
 data.prepare(str(rows), lesson.run.data)
 train_rows, eval_rows = data.load(lesson.run.data)
 tokenizer = AutoTokenizer.from_pretrained(lesson.model, trust_remote_code=False)
-dataset = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, chat.find_stop_ids(tokenizer, lesson.model))
+stop_ids = chat.find_stop_ids(tokenizer, lesson.model)
+dataset = chat.filter_by_length(tokenizer, train_rows, lesson.profile.sft.max_length, stop_ids)
 questions = [row for row in eval_rows if NAME in row["messages"][-1]["content"]]
 print(f"{len(train_rows)} 段对话用来训练；验证集里有 {len(questions)} 个问题，答案中带名字")
-display.show_table([{"问题": row["messages"][0]["content"], "回答": row["messages"][1]["content"]} for row in train_rows[::20]])
+shown = []
+for row in train_rows[::20]:
+    question, answer, *_ = row["messages"]
+    shown.append({"问题": question["content"], "回答": answer["content"]})
+display.show_table(shown)
 
 # %% [markdown]
 # ## 训练前
@@ -115,8 +122,11 @@ from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 validation = chat.validation_dataset(dataset, eval_rows, profile.course.validation_rows)
+arguments = dict(profile.sft)
+if not profile.sft.packing:
+    arguments["max_length"] = None  # 没有太长的样本
 settings = SFTConfig(
-    **{**profile.sft, "max_length": profile.sft.max_length if profile.sft.packing else None},
+    **arguments,
     padding_free=True,
     bf16=model.dtype == torch.bfloat16,
     fp16=model.dtype == torch.float16,
