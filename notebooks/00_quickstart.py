@@ -102,6 +102,7 @@ from transformers import AutoModelForCausalLM, set_seed
 
 lesson = lesson.with_recipe(dataset.lengths, len(eval_rows))
 profile = lesson.profile
+validation = chat.validation_dataset(dataset, eval_rows, profile.course.validation_rows)
 set_seed(42)
 model = AutoModelForCausalLM.from_pretrained(
     lesson.model,
@@ -123,7 +124,6 @@ display.show_answers(questions[:4], before=before)
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
-validation = chat.validation_dataset(dataset, eval_rows, profile.course.validation_rows)
 arguments = dict(profile.sft)
 if not profile.sft.packing:
     arguments["max_length"] = None  # no row is too long
