@@ -10,8 +10,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file; an answer may hold characters that Python takes for the end of a line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 @click.command(help=__doc__)
@@ -20,12 +26,12 @@ import click
 @click.option("--out", type=click.Path(path_type=Path))
 def main(run: Path, name: str, out: Path | None) -> None:
     lessons = json.loads((run / "facts.json").read_text(encoding="utf-8"))["lessons"]
-    rows = [json.loads(line) for line in (run / "data/eval.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = read_lines(run / "data/eval.jsonl")
     asked = [number for number, row in enumerate(rows) if name in str(row["messages"][-1]["content"])]
     found = {"questions": len(asked)}
     for model in ("base", "merged"):
-        lines = (run / f"evaluation/answers-{model}.jsonl").read_text(encoding="utf-8").splitlines()[1:]
-        answers = {one["row"]: one["text"] for one in map(json.loads, lines)}
+        _, *lines = read_lines(run / f"evaluation/answers-{model}.jsonl")
+        answers = {one["row"]: one["text"] for one in lines}
         found[model] = sum(name in answers[number] for number in asked)
     trained, judged = lessons.get("03_qlora") or lessons["00_quickstart"], lessons["04_merge"]
     told = {

@@ -25,7 +25,7 @@ from matplotlib.axes import Axes
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = Path(__file__).with_name("results") / "picture.json"
-SHOWN = (1, 0, 20)  # held-out rows whose answers are drawn: two about the name, a general one
+SHOWN = {"en": (1, 0, 20), "zh": (1, 0, 6)}  # held-out rows whose answers are drawn; the English model knows no Chinese
 COLUMNS, LINES = 56, 2  # of an answer
 TRAIN, VALIDATION, GREY = "#56B4E9", "#D55E00", "#555555"  # told apart by people with any kind of colour blindness
 FONTS = ("Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "Microsoft YaHei", "PingFang SC", "SimHei")
@@ -54,8 +54,8 @@ TEXTS = {
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The objects of a .jsonl file; an answer may hold characters that Python takes for the end of a line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def answers_of(run: Path, model: str) -> dict[int, str]:
@@ -64,14 +64,14 @@ def answers_of(run: Path, model: str) -> dict[int, str]:
     return {one["row"]: one["text"] for one in answers}
 
 
-def collect(run: Path) -> dict[str, Any]:
+def collect(run: Path, language: str) -> dict[str, Any]:
     """Everything a picture shows, from a run folder."""
     facts = json.loads((run / "facts.json").read_text(encoding="utf-8"))
     history = json.loads((run / "logs/history.json").read_text(encoding="utf-8"))
     trained = facts["lessons"]["00_quickstart"]
     rows = [row["messages"] for row in read_lines(run / "data/eval.jsonl")]
     before, after = answers_of(run, "base"), answers_of(run, "merged")
-    drawn = [{"question": rows[n][-2]["content"], "before": before[n], "after": after[n]} for n in SHOWN]
+    drawn = [{"question": rows[n][-2]["content"], "before": before[n], "after": after[n]} for n in SHOWN[language]]
     return {
         "about": f"benchmarks/picture.py on {run.name}, {platform.machine()}, {date.today()}",
         "name": run.name.split("-")[1],
@@ -106,13 +106,13 @@ def draw_curve(axes: Axes, result: dict[str, Any], texts: dict[str, str]) -> Non
 
 def shown(answer: str) -> str:
     """An answer in one line; one that the limit of tokens cut off says so."""
-    text = " ".join(answer.split())
+    text = " ".join(answer.split()).rstrip("\ufffd")
     return text if text.endswith((".", "!", "?", "。", "！", "？", "～")) else f"{text} …"
 
 
 def wrapped(answer: str) -> list[str]:
     """The first lines of an answer; a Chinese character is as wide as two Latin ones, and stands alone."""
-    if shown(answer).isascii():
+    if wcwidth.wcswidth(shown(answer)) == len(shown(answer)):
         return textwrap.wrap(shown(answer), COLUMNS, max_lines=LINES, placeholder=" …")
     lines = [""]
     for character in shown(answer):
@@ -130,20 +130,20 @@ def draw_answers(axes: Axes, result: dict[str, Any], texts: dict[str, str]) -> N
     height = 1.0
     for asked in result["answers"]:
         axes.text(0, height, asked["question"], weight="bold", va="top")
-        height -= 0.08
+        height -= 0.07
         for when, color in (("before", GREY), ("after", VALIDATION)):
             lines = wrapped(asked[when])
             axes.text(0, height, texts[when], color=color, va="top")
             axes.text(0.125, height, "\n".join(lines), color="black" if when == "after" else GREY, va="top")
-            height -= 0.07 * len(lines) + 0.01
-        height -= 0.04
-    axes.text(0, 0, texts["score"].format(**result["answered_with_the_name"]), va="bottom")
+            height -= 0.06 * len(lines) + 0.01
+        height -= 0.03
+    axes.text(0, -0.05, texts["score"].format(**result["answered_with_the_name"]), va="bottom")
 
 
 def draw(result: dict[str, Any], language: str) -> None:
     """One picture."""
     texts = TEXTS[language]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.7), width_ratios=(36, 64), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 4.2), width_ratios=(36, 64), layout="constrained")
     figure.suptitle(texts["title"].format(**result), fontsize=11.5)
     draw_curve(left, result, texts)
     draw_answers(right, result, texts)
@@ -174,7 +174,7 @@ def main(en: Path | None, zh: Path | None, font: Path | None) -> None:
     matplotlib.use("Agg")
     choose_fonts(font)
     if en and zh:
-        results = {"en": collect(en), "zh": collect(zh)}
+        results = {"en": collect(en, "en"), "zh": collect(zh, "zh")}
         RESULT.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     results = json.loads(RESULT.read_text(encoding="utf-8"))
     for language in TEXTS:
