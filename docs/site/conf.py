@@ -1,14 +1,19 @@
-"""Sphinx for one language of the site, which SITE_LANGUAGE names; `.ci/site.py` writes the pages and runs it."""
+"""Sphinx for one language of the site, which SITE_LANGUAGE names; `.ci/website.py` writes the pages and runs it."""
 
 from __future__ import annotations
 
 import os
 import re
+from itertools import pairwise
 
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.search.en import SearchEnglish
 
 CHINESE = os.environ["SITE_LANGUAGE"] == "zh"
+FONTS = """system-ui, -apple-system, "Segoe UI", "PingFang SC", "Microsoft YaHei", "Noto Sans CJK SC", sans-serif"""
+MONOSPACE = """ui-monospace, Menlo, Consolas, "Liberation Mono", "Noto Sans Mono CJK SC", monospace"""
+BREAK = re.compile(r"(?<=[\u3001-\u9fff\uff01-\uff5e])\n(?=[\u3001-\u9fff\uff01-\uff5e])")
 PIECES = re.compile(r"[\u3400-\u9fff]+|[^\W\u3400-\u9fff]+")  # Chinese characters, or a word
 
 project = "微调 Qwen 和 GLM" if CHINESE else "Fine-tune Qwen and GLM"
@@ -21,6 +26,7 @@ nb_merge_streams = True
 nb_ipywidgets_js: dict[str, str] = {}  # the outputs hold none, and these would come from the network
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_title = project
 html_static_path = ["static"]
 html_css_files = ["site.css"]
@@ -36,7 +42,24 @@ html_sidebars = {
         "sidebar/scroll-end.html",
     ]
 }
-html_theme_options = {"top_of_page_buttons": []}
+html_theme_options = {
+    "top_of_page_buttons": [],
+    "light_css_variables": {
+        "font-stack": FONTS,
+        "font-stack--headings": FONTS,
+        "font-stack--monospace": MONOSPACE,
+        "color-brand-primary": "#0b5cad",
+        "color-brand-content": "#0b5cad",
+        "jp-brand-color1": "#0b5cad",  # as JupyterLab calls them: the boxes of the lessons take its colors
+        "jp-warn-color1": "#a04b00",
+    },
+    "dark_css_variables": {
+        "color-brand-primary": "#7cbcff",
+        "color-brand-content": "#7cbcff",
+        "jp-brand-color1": "#7cbcff",
+        "jp-warn-color1": "#ffb25c",
+    },
+}
 html_copy_source = False
 html_show_copyright = False
 html_use_index = False
@@ -62,12 +85,20 @@ function splitQuery(query) {
         words = []
         for piece in PIECES.findall(input):
             if "\u3400" <= piece[0] <= "\u9fff":
-                words += [*piece, *map("".join, zip(piece, piece[1:], strict=False))]
+                words += [*piece, *map("".join, pairwise(piece))]
             else:
                 words.append(piece)
         return words
 
 
+def join_lines(app: Sphinx, page: nodes.document) -> None:
+    """A line break between Chinese characters is no space."""
+    for text in list(page.findall(nodes.Text)):
+        if "\n" in text and not isinstance(text.parent, nodes.FixedTextElement):
+            text.parent.replace(text, nodes.Text(BREAK.sub("", text)))
+
+
 def setup(app: Sphinx) -> None:
-    """Let the Chinese edition be searched."""
+    """Let the Chinese edition be searched, and its lines be joined."""
     app.add_search_language(ChineseSearch)
+    app.connect("doctree-read", join_lines)

@@ -1,8 +1,8 @@
-"""The course as a site: `python .ci/site.py` writes build/site/html, which opens from the folder, without a network.
+"""The course as a site: `python .ci/website.py` writes build/site/html, which opens from the folder, without a network.
 
-    python .ci/site.py                      executes the lessons that have not run with this content, then builds
-    python .ci/site.py --executed FOLDER    executes nothing: takes FOLDER/en/*.ipynb and FOLDER/zh/*.ipynb, which may
-                                            be a part of the lessons; --out names another folder than build/site
+    python .ci/website.py                      executes the lessons that have not run with this content, then builds
+    python .ci/website.py --executed FOLDER    executes nothing: FOLDER/en and FOLDER/zh hold runs, perhaps
+                                            of a part of the lessons; --out names another folder than build/site
 
 Each language is a build of Sphinx (docs/site/conf.py) from pages written here: every lesson with the outputs of a real
 run of the tiny model, and every page of docs. A figure becomes a file with its description as text for who cannot see
@@ -34,6 +34,7 @@ from typing import Any
 import psutil
 import sync
 
+from nbutils import lesson
 from nbutils.files import write_json
 from nbutils.masking import mask_secrets
 
@@ -55,6 +56,7 @@ TEXTS = {
         "injected": "What this run set",
         "colab": "Open in Colab",
         "figure": "Figure",
+        "built": "Built from commit {commit}.",
     },
     "zh": {
         "lessons": "课程",
@@ -67,6 +69,7 @@ TEXTS = {
         "injected": "这次运行的参数",
         "colab": "在 Colab 里打开",
         "figure": "图",
+        "built": "由提交 {commit} 生成。",
     },
 }
 
@@ -134,29 +137,43 @@ def content(edition: Edition) -> str:
 
 
 def execute(edition: Edition, folder: Path) -> Path:
-    """The folder with the executed lessons of a language; those that are not there are run, one after the other."""
+    """The folder with the runs of a language; its lessons that have none are executed, one after the other."""
     home = folder / edition.language / content(edition)
     for earlier in set((folder / edition.language).glob("*")) - {home}:
         shutil.rmtree(earlier)
-    notebooks = home / "tiny/notebooks"
-    missing = [file.stem for file in edition.lessons if not (notebooks / file.name).exists()]
+    runs: dict[str, list[str]] = {}
+    for source in edition.lessons:
+        if not executed_copy(source, home):
+            runs.setdefault(run_name(source), []).extend(["--only", source.stem])
     environment = os.environ | {"NBUTILS_HOME": str(home), "NBUTILS_LANG": edition.language, "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = str(ROOT)
-    if missing:
-        only = [word for stem in missing for word in ("--only", stem)]
-        command = [sys.executable, "-m", "nbutils", "run", "--profile", "tiny", *only]
+    for run, only in runs.items():
+        command = [sys.executable, "-m", "nbutils", "run", "--profile", "tiny", "-p", "RUN_NAME", run, *only]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    return notebooks
+    return home
+
+
+def run_name(source: Path) -> str:
+    """The run of a lesson; one outside 01 to 05 that keeps checkpoints trains something else, and has its own."""
+    trains_something_else = source.stem not in lesson.COURSE and "RESUME" in lesson.declared_in(
+        source.with_suffix(".py")
+    )
+    return source.stem if trains_something_else else "tiny"
+
+
+def executed_copy(source: Path, home: Path) -> Path | None:
+    """The executed notebook of a lesson among the runs of a folder."""
+    return next(home.glob(f"*/notebooks/{source.name}"), None)
 
 
 # --- a lesson ---------------------------------------------------------------------------------------------------------
 
 
 @cache
-def places(notebooks: Path) -> dict[str, str]:
+def places(home: Path) -> dict[str, str]:
     """What names this machine, the longest first, and what stands for it on the site."""
     found = {
-        str(notebooks.resolve().parents[1]): "~/finetune-course/runs",
+        str(home.resolve()): "~/finetune-course/runs",
         str(ROOT): "~/finetune-course",
         os.path.realpath(sys.prefix): "~/finetune-course/.venv",
         os.path.realpath(ROOT / ".venv"): "~/finetune-course/.venv",
@@ -167,14 +184,14 @@ def places(notebooks: Path) -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda place: -len(place[0])))
 
 
-def public(value: Any, notebooks: Path) -> Any:
+def public(value: Any, home: Path) -> Any:
     """An output without what names this machine and what looks like a secret."""
     if isinstance(value, list):
-        return [public(part, notebooks) for part in value]
+        return [public(part, home) for part in value]
     if isinstance(value, dict):
-        return {key: public(part, notebooks) for key, part in value.items()}
+        return {key: public(part, home) for key, part in value.items()}
     if isinstance(value, str):
-        for place, name in places(notebooks).items():
+        for place, name in places(home).items():
             value = re.sub(rf"(?<![\w.-]){re.escape(place)}(?![\w.-])", name, value)
         return mask_secrets(value)
     return value
@@ -200,11 +217,11 @@ def with_pictures(cell: dict[str, Any], name: str, figures: Path, title: str) ->
             data["text/html"] = figure(png, words, figures / f"{name}-{number}.png")
 
 
-def lesson_page(edition: Edition, source: Path, executed: Path, figures: Path) -> dict[str, Any]:
+def lesson_page(edition: Edition, source: Path, home: Path, figures: Path) -> dict[str, Any]:
     """The notebook of a lesson as the site shows it."""
     texts = edition.texts
-    ran = executed.exists()
-    notebook: dict[str, Any] = json.loads((executed if ran else source).read_text(encoding="utf-8"))
+    executed = executed_copy(source, home)
+    notebook: dict[str, Any] = json.loads((executed or source).read_text(encoding="utf-8"))
     folded = {"setup": texts["setup"], "language": texts["setup"], "injected-parameters": texts["injected"]}
     for number, cell in enumerate(notebook["cells"]):
         tags = cell["metadata"].setdefault("tags", [])
@@ -215,10 +232,10 @@ def lesson_page(edition: Edition, source: Path, executed: Path, figures: Path) -
         if cell["cell_type"] == "markdown":
             cell["source"] = with_links("".join(cell["source"]), source, edition)
         else:
-            cell["outputs"] = public(cell["outputs"], executed.parent)
+            cell["outputs"] = public(cell["outputs"], home)
     first = notebook["cells"][0]
     heading, _, rest = first["source"].partition("\n")
-    first["source"] = f"{heading}\n\n{provenance(edition, source, notebook if ran else {})}\n{rest}"
+    first["source"] = f"{heading}\n\n{provenance(edition, source, notebook if executed else {})}\n{rest}"
     return notebook
 
 
@@ -282,7 +299,10 @@ def landing(edition: Edition, notebooks: dict[str, dict[str, Any]], figures: Pat
     title, _, *intro = readme.read_text(encoding="utf-8").split("\n## ")[0].split("\n\n")
     learned = dict(LEARNED.findall(readme.read_text(encoding="utf-8")))
     cards = [card(edition, stem, notebook, learned.get(stem, ""), figures) for stem, notebook in notebooks.items()]
-    listed = {"lessons": [f"lessons/{stem}" for stem in notebooks], "pages": [f"docs/{file.stem}" for file in edition.docs]}
+    listed = {
+        "lessons": [f"lessons/{stem}" for stem in notebooks],
+        "pages": [f"docs/{file.stem}" for file in edition.docs],
+    }
     trees = []
     for name, pages in listed.items():
         lines = [f":caption: {edition.texts[name]}", ":hidden:", "", *pages]
@@ -311,7 +331,7 @@ def card(edition: Edition, stem: str, notebook: dict[str, Any], learned: str, fi
     return CARD.format(stem=stem, picture=picture, title=title, learned=words, facts=" · ".join(facts))
 
 
-def write_sources(edition: Edition, executed: Path, folder: Path) -> None:
+def write_sources(edition: Edition, home: Path, folder: Path) -> None:
     """All pages of a language, as Sphinx reads them."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "docs/images", folder / "images")
@@ -320,7 +340,7 @@ def write_sources(edition: Edition, executed: Path, folder: Path) -> None:
     (folder / "lessons").mkdir()
     notebooks = {}
     for source in edition.lessons:
-        notebook = lesson_page(edition, source, executed / source.name, folder / "figures")
+        notebook = lesson_page(edition, source, home, folder / "figures")
         notebooks[source.stem] = notebook
         write_json(folder / "lessons" / source.name, notebook)
     for page in edition.docs:
@@ -331,8 +351,16 @@ def write_sources(edition: Edition, executed: Path, folder: Path) -> None:
 
 def build(edition: Edition, source: Path, site: Path) -> None:
     """One language from its sources; a warning of Sphinx, as of a link into nothing, ends it."""
+    built = edition.texts["built"].format(commit=commit())
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-j", "auto", "-b", "html"]
-    command += ["-c", str(ROOT / "docs/site"), "-d", f"{source}.doctrees", "-A", f"commit={commit()}"]
+    command += [
+        "-c",
+        str(ROOT / "docs/site"),
+        "-d",
+        f"{source}.doctrees",
+        "-A",
+        f"built={built}",
+    ]
     environment = os.environ | {"SITE_LANGUAGE": edition.language}
     subprocess.run([*command, str(source), str(site / edition.folder)], env=environment, check=True)
     shutil.copytree(source / "figures", site / edition.folder / "figures", dirs_exist_ok=True)
@@ -350,9 +378,9 @@ def main(words: Sequence[str] | None = None) -> None:
     site = given.out / "html"
     shutil.rmtree(site, ignore_errors=True)
     for edition in EDITIONS:
-        executed = given.executed / edition.language if given.executed else execute(edition, given.out / "executed")
+        home = given.executed / edition.language if given.executed else execute(edition, given.out / "executed")
         source = given.out / "source" / edition.language
-        write_sources(edition, executed, source)
+        write_sources(edition, home, source)
         build(edition, source, site)
     print(f"{site / 'index.html'}")
 
