@@ -71,7 +71,7 @@ class ChineseSearch(SearchEnglish):
     """Chinese is indexed by its characters and pairs of characters, so that a search finds any words, also new ones."""
 
     lang = "zh"
-    language_name = "Chinese"
+    language_name = "English"  # of the stemmer, for the words in Latin letters
     js_splitter_code = r"""
 function splitQuery(query) {
   const pairs = (piece) => Array.from({length: piece.length - 1}, (_, start) => piece.slice(start, start + 2));
