@@ -260,11 +260,16 @@ def show_figure(figure: Any, path: Path | None = None) -> None:
 
 def described(figure: Any) -> str:
     """A figure in words, for who cannot see it: for each panel its title, axes, names of what is drawn, and texts."""
+    from matplotlib.ticker import FixedLocator
+
     panels = []
     for axes in figure.axes:
         _, names = axes.get_legend_handles_labels()
         texts = [axes.get_title(), axes.get_xlabel(), axes.get_ylabel(), *names]
-        texts += [text.get_text() for text in axes.texts]
+        inside = list(axes.texts)
+        if isinstance(axes.yaxis.get_major_locator(), FixedLocator):  # bars: names in the place of numbers
+            inside += axes.get_yticklabels()
+        texts += [text.get_text() for text in inside]
         panels.append(", ".join(filter(None, texts)))
     words = " ".join("; ".join(panels).split())
     return textwrap.shorten(words, ALT_LENGTH, placeholder=" …")

@@ -271,6 +271,13 @@ def test_every_page_is_there_in_both_languages(site: Path) -> None:
         assert pages <= there
 
 
+def test_no_file_names_the_folder_it_was_built_in(site: Path) -> None:
+    folder = re.compile(rf"{re.escape(str(ROOT))}(?![\w.-])|{re.escape(str(site.parent))}".encode())
+    files = [file for file in site.rglob("*") if file.is_file()]
+    assert len(files) > 100
+    assert [file for file in files if folder.search(file.read_bytes())] == []
+
+
 @pytest.mark.parametrize("kind", BROKEN)
 def test_no_page_has(kind: str, looks: dict[str, Findings]) -> None:
     assert {page: found[kind] for page, found in looks.items() if found[kind]} == {}
