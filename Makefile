@@ -37,8 +37,8 @@ sync: $(VENV)/ready  ## notebooks/*.ipynb, setup cells, badges and docs/choosing
 	$(PY) .ci/sync.py
 
 lint: $(VENV)/ready
-	$(PY) -m ruff check .ci benchmarks nbutils tests $(LESSONS)
-	$(PY) -m ruff format --check -q .ci benchmarks nbutils tests
+	$(PY) -m ruff check .ci benchmarks docs/site nbutils tests $(LESSONS)
+	$(PY) -m ruff format --check -q .ci benchmarks docs/site nbutils tests
 	$(PY) -m mypy
 	$(PY) .ci/sync.py --check
 	$(PY) .ci/translations.py --check

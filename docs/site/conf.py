@@ -11,8 +11,6 @@ from sphinx.application import Sphinx
 from sphinx.search.en import SearchEnglish
 
 CHINESE = os.environ["SITE_LANGUAGE"] == "zh"
-FONTS = """system-ui, -apple-system, "Segoe UI", "PingFang SC", "Microsoft YaHei", "Noto Sans CJK SC", sans-serif"""
-MONOSPACE = """ui-monospace, Menlo, Consolas, "Liberation Mono", "Noto Sans Mono CJK SC", monospace"""
 BREAK = re.compile(r"(?<=[\u3001-\u9fff\uff01-\uff5e])\n(?=[\u3001-\u9fff\uff01-\uff5e])")
 PIECES = re.compile(r"[\u3400-\u9fff]+|[^\W\u3400-\u9fff]+")  # Chinese characters, or a word
 
@@ -32,34 +30,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_js_files = [("site.js", {"defer": "defer"})]
 templates_path = ["templates"]
-html_sidebars = {
-    "**": [
-        "sidebar/brand.html",
-        "language.html",
-        "sidebar/search.html",
-        "sidebar/scroll-start.html",
-        "sidebar/navigation.html",
-        "sidebar/scroll-end.html",
-    ]
-}
-html_theme_options = {
-    "top_of_page_buttons": [],
-    "light_css_variables": {
-        "font-stack": FONTS,
-        "font-stack--headings": FONTS,
-        "font-stack--monospace": MONOSPACE,
-        "color-brand-primary": "#0b5cad",
-        "color-brand-content": "#0b5cad",
-        "jp-brand-color1": "#0b5cad",  # as JupyterLab calls them: the boxes of the lessons take its colors
-        "jp-warn-color1": "#a04b00",
-    },
-    "dark_css_variables": {
-        "color-brand-primary": "#7cbcff",
-        "color-brand-content": "#7cbcff",
-        "jp-brand-color1": "#7cbcff",
-        "jp-warn-color1": "#ffb25c",
-    },
-}
+html_theme_options = {"top_of_page_buttons": []}
 html_copy_source = False
 html_show_copyright = False
 html_use_index = False
