@@ -22,8 +22,8 @@ course: $(VENV)/ready  ## lessons 01-05, headless; beside the first ones the ser
 test: $(VENV)/site .venv-serve/ready.json .venv-export/ready.json  ## the gate: lessons, servers, environments
 	$(PYTEST) -m "not gpu and not long" $(ARGS)
 
-test-long: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## before a release: kills, all exports, all installs, DeepSpeed
-	$(INSTALL) --no-build-isolation setuptools deepspeed
+test-long: $(VENV)/site .venv-serve/ready.json .venv-export/ready.json  ## before a release: kills, all exports, all installs, DeepSpeed, JupyterLab
+	$(INSTALL) --no-build-isolation setuptools deepspeed jupyterlab
 	$(PYTEST) -m long $(ARGS)
 
 test-fast: $(VENV)/ready  ## a minute and a half: no lesson, no server, no installation, no kill

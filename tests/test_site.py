@@ -88,12 +88,18 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
+if BUILT:
+
+    @pytest.fixture(scope="session")
+    def course_run() -> None:
+        """None is needed."""
+
+
 @pytest.fixture(scope="module")
-def site(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(course_run: Path, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the site."""
     if BUILT:
         return Path(BUILT).resolve()
-    course_run = request.getfixturevalue("course_run")
     folder = tmp_path_factory.mktemp("site")
     runs = folder / "runs"
     runs.mkdir()

@@ -65,8 +65,9 @@ function splitQuery(query) {
 def join_lines(app: Sphinx, page: nodes.document) -> None:
     """A line break between Chinese characters is no space."""
     for text in list(page.findall(nodes.Text)):
-        if "\n" in text and not isinstance(text.parent, nodes.FixedTextElement):
-            text.parent.replace(text, nodes.Text(BREAK.sub("", text)))
+        around = text.parent[max(text.parent.index(text) - 1, 0) :][:3]
+        if text == "\n" and len(around) == 3 and BREAK.search("".join(part.astext() for part in around)):
+            text.parent.remove(text)
 
 
 def setup(app: Sphinx) -> None:
