@@ -226,6 +226,8 @@ def test_a_link_leads_to_the_page_the_other_language_or_the_repository(monkeypat
     assert website.with_links(text, lesson_03, english) == text.replace("[rows](../data_samples)", "rows")
     monkeypatch.setattr(website.sync, "repository", lambda: "https://github.com/me/course")
     assert "[rows](https://github.com/me/course/blob/main/data_samples)" in website.with_links(text, lesson_03, english)
+    opened = "https://colab.research.google.com/github/me/course/blob/main/notebooks/03_qlora.ipynb"
+    assert f'<a href="{opened}">' in website.colab(english, lesson_03)
     assert website.leading("en", "../faq.md#a", faq, chinese) == '<a href="../../docs/faq.html#a">en</a>'
     with pytest.raises(SystemExit, match=r"03_qlora.ipynb links to nowhere.md"):
         website.leading("w", "nowhere.md", lesson_03, english)
