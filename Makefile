@@ -14,7 +14,7 @@ PYTEST := $(PY) -m pytest -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-r
 # What is in git: a file of yours in the checkout is not linted, tested or synced.
 LESSONS = $(shell git ls-files 'notebooks/*.py')
 
-.PHONY: quickstart course test test-fast test-long test-gpu sync lint graph bench wheels kaggle clean
+.PHONY: quickstart course test test-fast test-long test-gpu sync lint graph bench wheels kaggle site site-test clean
 
 quickstart: $(VENV)/ready  ## lesson 00, headless: ARGS='-p NAME Momo'
 	$(PY) -m nbutils run --only 00 $(ARGS)
@@ -22,11 +22,11 @@ quickstart: $(VENV)/ready  ## lesson 00, headless: ARGS='-p NAME Momo'
 course: $(VENV)/ready  ## lessons 01-05, headless; beside the first ones the server's environment, for which 05 waits
 	$(MAKE) -s .venv-serve/ready.json >.venv-serve.log 2>&1 & $(PY) -m nbutils run $(ARGS)
 
-test: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## the gate: lessons, servers, environments
+test: $(VENV)/site .venv-serve/ready.json .venv-export/ready.json  ## the gate: lessons, servers, environments
 	$(PYTEST) -m "not gpu and not long" $(ARGS)
 
-test-long: $(VENV)/ready .venv-serve/ready.json .venv-export/ready.json  ## before a release: kills, all exports, all installs, DeepSpeed
-	$(INSTALL) --no-build-isolation setuptools deepspeed
+test-long: $(VENV)/site .venv-serve/ready.json .venv-export/ready.json  ## before a release: kills, all exports, all installs, DeepSpeed, JupyterLab
+	$(INSTALL) --no-build-isolation setuptools deepspeed jupyterlab
 	$(PYTEST) -m long $(ARGS)
 
 test-fast: $(VENV)/ready  ## a minute and a half: no lesson, no server, no installation, no kill
@@ -40,8 +40,8 @@ sync: $(VENV)/ready  ## notebooks/*.ipynb, setup cells, badges and docs/choosing
 	$(PY) .ci/sync.py
 
 lint: $(VENV)/ready
-	$(PY) -m ruff check .ci benchmarks nbutils tests $(LESSONS)
-	$(PY) -m ruff format --check -q .ci benchmarks nbutils tests
+	$(PY) -m ruff check .ci benchmarks docs/site nbutils tests $(LESSONS)
+	$(PY) -m ruff format --check -q .ci benchmarks docs/site nbutils tests
 	$(PY) -m mypy
 	$(PY) .ci/sync.py --check
 	$(PY) .ci/translations.py --check
@@ -60,10 +60,20 @@ wheels: $(VENV)/ready  ## dist/wheels, for notebooks without network; IMAGE: kag
 kaggle: $(VENV)/ready  ## dist/kaggle, for the `kaggle` command: KAGGLE_USER=me LESSON=03_qlora, OFFLINE=1 for the internet off
 	$(PY) .ci/kaggle.py --user "$(KAGGLE_USER)" $(if $(LESSON),--lesson "$(LESSON)") $(if $(OFFLINE),--offline)
 
+site: $(VENV)/site .venv-serve/ready.json .venv-export/ready.json  ## build/site/html: executes the lessons that changed, in both languages
+	$(PY) .ci/website.py
+
+site-test: $(VENV)/site  ## what the gate asks of a site, asked of all of build/site/html, in a browser
+	COURSE_SITE=build/site/html $(PY) -m pytest tests/test_site.py $(ARGS)
+
 $(VENV)/ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) $(TORCH)
 	$(INSTALL) -c .ci/constraints.txt -e ".[train,serve,dev]"
+	touch $@
+
+$(VENV)/site: $(VENV)/ready
+	$(INSTALL) -c .ci/constraints.txt -e ".[site]"
 	touch $@
 
 .venv-serve/ready.json: | $(VENV)/ready

@@ -6,6 +6,7 @@ import io
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -25,6 +26,7 @@ POINTS = 160  # of the live curve, at most
 TABLE_WIDTH = 120  # of a table as text; a Chinese character takes two
 CHOICE_WIDTHS = (40, 26, 50)  # of a table of choices: what, value, why
 WRAPPED_WIDTH = 110  # of a line of prose
+ALT_LENGTH = 300  # characters that describe a figure
 LIVE_LINE = re.compile(r"\[WARN\]|[^:]* · ")  # of a training, in any language
 CURVES = Path(__file__).with_name("curves.json")  # measured by benchmarks/curves.py
 Point = tuple[int, float]  # step and loss
@@ -247,9 +249,30 @@ def show_figure(figure: Any, path: Path | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacement(path) as file:  # a link of that name is replaced, not followed
             figure.savefig(file, dpi=120, format="png")
-    if in_kernel():
+    if in_kernel() and "inline" in plt.get_backend():
+        from IPython.display import display
+
+        display(figure, metadata={"image/png": {"alt": described(figure)}})
+    elif in_kernel():
         plt.show()
     plt.close(figure)
+
+
+def described(figure: Any) -> str:
+    """A figure in words, for who cannot see it: for each panel its title, axes, names of what is drawn, and texts."""
+    from matplotlib.ticker import FixedLocator
+
+    panels = []
+    for axes in figure.axes:
+        _, names = axes.get_legend_handles_labels()
+        texts = [axes.get_title(), axes.get_xlabel(), axes.get_ylabel(), *names]
+        inside = list(axes.texts)
+        if isinstance(axes.yaxis.get_major_locator(), FixedLocator):  # bars: names in the place of numbers
+            inside += axes.get_yticklabels()
+        texts += [text.get_text() for text in inside]
+        panels.append(", ".join(filter(None, texts)))
+    words = " ".join("; ".join(panels).split())
+    return textwrap.shorten(words, ALT_LENGTH, placeholder=" …")
 
 
 def watched() -> bool:

@@ -21,6 +21,7 @@ from support import ROOT, setup_cell
 
 SYNC = runpy.run_path(str(ROOT / ".ci/sync.py"))
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+TO_PUBLISH_PAGES = {"pages": "write", "id-token": "write"}
 OURS = "https://github.com/ours/course/archive/main.zip"
 SetUp = Callable[..., list[str]]
 
@@ -313,7 +314,8 @@ def test_a_workflow_has_pinned_actions_few_rights_and_commands_that_exist(file: 
     assert writes or workflow["permissions"] == {"contents": "read"}
     assert not (writes and "pull_request" in triggers) and "pull_request_target" not in triggers
     for job in workflow["jobs"].values():
-        assert job["timeout-minutes"] and "permissions" not in job
+        assert job["timeout-minutes"]
+        assert job.get("permissions", TO_PUBLISH_PAGES) == TO_PUBLISH_PAGES
         for step in job["steps"]:
             command = step.get("run", "")
             assert command or re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", step["uses"])

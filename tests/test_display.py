@@ -17,7 +17,7 @@ import wcwidth
 from support import ESCAPES, steers, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nbutils import chat, chat_widget, display, evaluation, files
+from nbutils import chat, chat_widget, display, evaluation, figures, files
 from nbutils.hardware import Choice
 
 
@@ -104,6 +104,24 @@ def test_figures_write_chinese_with_the_font_of_the_course(tmp_path: Path, monke
         display.plot_losses({"train": [(1, 3.0)]}, tmp_path / "loss.png", title="预训练损失：“验证集”→ 100 %")
         with pytest.raises(UserWarning, match="missing"):
             display.plot_losses({"train": [(1, 3.0)]}, tmp_path / "loss.png", title="\U0001fae0")
+
+
+def test_a_figure_is_described_in_words_for_who_cannot_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import IPython.display
+    import matplotlib.pyplot as plt
+
+    shown: list[Any] = []
+    monkeypatch.setattr(display, "in_kernel", lambda: True)
+    monkeypatch.setattr(plt, "get_backend", lambda: "inline")
+    monkeypatch.setattr(IPython.display, "display", lambda figure, metadata: shown.append(metadata["image/png"]["alt"]))
+    figures.bars({"QLoRA": {"weights": 5.0}, "LoRA": {"weights": 14.2}}, "Memory of a 7B", "GiB", limit=15)
+    display.plot_losses({"train": [(1, 3.0), (2, 1.0)], "validation": [(1, 3.0), (2, 0.5)]}, kept=2)
+    bars, losses = shown
+    assert bars == "Memory of a 7B, GiB, limit 15, weights, QLoRA, LoRA"
+    for part in ("Loss", "step", "training", "validation", "kept: step 2", "best 0.5, step 2"):
+        assert part in losses
+    display.plot_losses({"train": [(1, 3.0)]}, title="a long word " * 60)
+    assert len(shown[-1]) <= display.ALT_LENGTH
 
 
 def test_headings_of_tables_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
