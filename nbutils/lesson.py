@@ -48,8 +48,9 @@ from nbutils.record import Facts, RunFacts, RunFolder
 
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
 LESSONS_ABOUT_ADAPTER = ("04_merge", "05_serve", "08_export", "09_benchmark")  # a new adapter outdates their facts
-LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark")  # their processes may use every GPU
+LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark", "10_your_model")  # their processes may use every GPU
 GPU_UNTESTED = ("06_scale_out", "99_when_it_breaks")  # each process of 06 tests its own; 99 is for broken ones
+SEVERAL_RUNS = ("06_scale_out", "10_your_model")  # they launch trainings to compare them
 LARGEST_ON_CPU = 1  # billions of parameters; without a GPU, no training of a larger model is begun
 NUMBER = Field(ge=0, le=2**32 - 1)
 LIMITS = {  # of a parameter by its name, else by its type
@@ -179,7 +180,7 @@ class Lesson(Machine):
 
     def launch(self, command: list[str], processes: int = 1, threads: int = 0, keep: Path | None = None) -> None:
         """Run the command line of a lesson; it ends with this kernel, and its runs go to `keep` or where ours go."""
-        calm = self.stem == "06_scale_out"  # of the three runs that it compares, only the progress is shown
+        calm = self.stem in SEVERAL_RUNS  # of each, only the progress is shown
         with notices.deferred():
             distributed.launch(command, keep or self.folders.keep, processes, threads, calm)
 

@@ -9,18 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbutils import install
-from nbutils.data.read import local_path, open_text
-from nbutils.data.texts import CJK
+from nbutils.data.read import find_files, format_of, open_text
 from nbutils.errors import CourseError
-from nbutils.files import require_inside
-from nbutils.language import say
 from nbutils.masking import describe
 
 LARGEST_FILE = 64 << 20  # bytes, also of what a docx unpacks to
 PARAGRAPH = re.compile(r"\S.*(?:\n[^\S\n]*\S.*)*")  # lines without an empty one between them
 SENTENCE = re.compile(r"(?s)\S.*?(?:[。！？]|[.!?](?=\s)|\Z)\s*")
-HEADING = re.compile(r"#{1,6}\s")
-WRAPPED = re.compile(r"(\S)[^\S\n]*\n[^\S\n]*(?=(\S))")  # where a line of a pdf goes on
+HEADING = re.compile(r"#{1,6}\s.*")
+# where a line of a pdf goes on: a blank takes the place of the break, unless both sides are Chinese
+WRAPPED_CHINESE = re.compile(r"(?<=[\u3000-\u9fff\uff00-\uffef])[^\S\n]*\n[^\S\n]*(?=[\u3000-\u9fff\uff00-\uffef])")
+WRAPPED = re.compile(r"(?<=\S)[^\S\n]*\n[^\S\n]*(?=\S)")
 UNREADABLE = re.compile("[\udc80-\udcff\ufffd]")  # bytes of another encoding
 Pages = list[str]
 
@@ -35,51 +34,24 @@ class Span:
     end: int
     text: str
 
-    def __str__(self) -> str:
-        page = f", p. {self.page}" if self.page else ""
-        return f"{self.file}{page}, {self.start}-{self.end}"
-
 
 def read_spans(source: str, join: int = 0) -> list[Span]:
     """The spans of a file, or of all documents of a folder: paragraphs, or several together up to `join` characters.
 
     Example: spans = documents.read_spans("handbook.pdf", join=1200)
     """
-    folder = local_path(source)
-    files = find_documents(folder)
-    if any(file.suffix.lower() in (".pdf", ".docx") for file in files):
-        install.ensure("documents")
+    install.ensure("documents")
     spans = []
-    for file in files:
-        name = file.relative_to(folder).as_posix() if folder.is_dir() else file.name
-        pages = read_pages(file)
-        for number, text in enumerate(pages, 1):
-            page = number if file.suffix.lower() == ".pdf" else 0
-            spans += [Span(name, page, start, end, text[start:end]) for start, end in cut(text, join)]
+    for file in find_files(source, tuple(READERS)):
+        ending = format_of(file, tuple(READERS))
+        for number, text in enumerate(read_pages(file, ending), 1):
+            page = number if ending == ".pdf" else 0
+            for start, end in cut(text, join):
+                spans.append(Span(file.name, page, start, end, text[start:end]))
     return spans
 
 
-def find_documents(folder: Path) -> list[Path]:
-    """The documents of a folder with those below it, or one alone; what is of another kind is named and left out."""
-    inside = sorted(folder.rglob("*")) if folder.is_dir() else [folder]
-    shown = [path for path in inside if path.is_file() and not path.name.startswith((".", "~$"))]
-    documents = [path for path in shown if path.suffix.lower() in READERS]
-    if not documents:
-        raise CourseError(
-            "{path} does not exist, or holds no document.",
-            allowed="a file that ends in {endings}, or a folder of them",
-            todo="Correct DOCUMENTS, or save the text in one of these formats. Rows belong in DATA.",
-            path=folder.absolute(),
-            endings=", ".join(READERS),
-        )
-    if folder.is_dir():
-        require_inside(folder, documents)
-    if others := [path.name for path in shown if path not in documents]:
-        say("[WARN] these are no documents, and are left out: {names}", names=", ".join(others[:5]))
-    return documents
-
-
-def read_pages(file: Path) -> Pages:
+def read_pages(file: Path, ending: str) -> Pages:
     """The text of each page; of a file without pages, one text."""
     size = file.stat().st_size
     try:
@@ -93,7 +65,7 @@ def read_pages(file: Path) -> Pages:
                 size=size / 2**20,
                 most=LARGEST_FILE >> 20,
             )
-        pages = READERS[file.suffix.lower()](file)
+        pages = READERS[ending](file)
     except CourseError:
         raise
     except Exception as problem:  # the errors are of several libraries
@@ -131,14 +103,8 @@ def read_pdf(file: Path) -> Pages:
     pages = []
     for page in reader.pages:
         text = page.extract_text(extraction_mode="layout")  # this mode keeps the empty lines between paragraphs
-        pages.append(WRAPPED.sub(_unwrapped, text))
+        pages.append(WRAPPED.sub(" ", WRAPPED_CHINESE.sub("", text)))
     return pages
-
-
-def _unwrapped(line_break: re.Match[str]) -> str:
-    """The last character of a line, and a blank if neither side is Chinese."""
-    last, following = line_break.groups()
-    return last if CJK.match(last) or CJK.match(following) else f"{last} "
 
 
 def read_docx(file: Path) -> Pages:
@@ -165,32 +131,21 @@ READERS: dict[str, Callable[[Path], Pages]] = {
 }
 
 
-def cut(text: str, join: int) -> Iterator[tuple[int, int]]:
+def cut(text: str, join: int) -> list[tuple[int, int]]:
     """Where each span begins and ends: a paragraph, or up to `join` characters from one heading to the next."""
-    begin = None  # of the span that grows
-    end = 0
-    has_text = False  # more than headings
-    for start, stop in _units(text, join):
-        is_heading = HEADING.match(text, start) is not None
-        if begin is not None and has_text and (is_heading or stop - begin > join):
-            yield begin, end
-            begin = None
-            has_text = False
-        if is_heading and not join:
-            continue
-        if begin is None:
-            begin = start
-        end = stop
-        has_text = has_text or not is_heading
-    if begin is not None and has_text:
-        yield begin, end
+    spans: list[tuple[int, int]] = []
+    for start, end in _units(text, join):
+        if spans and end - spans[-1][0] <= join and not HEADING.match(text, start):
+            spans[-1] = (spans[-1][0], end)
+        else:
+            spans.append((start, end))
+    return [span for span in spans if not HEADING.fullmatch(text, *span)]
 
 
 def _units(text: str, join: int) -> Iterator[tuple[int, int]]:
     """The paragraphs of a text, or the sentences of one that is longer than `join` characters."""
     for paragraph in PARAGRAPH.finditer(text):
-        units = [paragraph]
-        if 0 < join < len(paragraph[0]):
-            units = list(SENTENCE.finditer(text, *paragraph.span()))
+        is_long = 0 < join < len(paragraph[0])
+        units = SENTENCE.finditer(text, *paragraph.span()) if is_long else [paragraph]
         for unit in units:
             yield unit.start(), unit.start() + len(unit[0].rstrip())
