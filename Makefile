@@ -60,7 +60,7 @@ kaggle: $(VENV)/ready  ## dist/kaggle, for the `kaggle` command: KAGGLE_USER=me 
 $(VENV)/ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) $(TORCH)
-	$(INSTALL) -c .ci/constraints.txt -e ".[train,serve,dev]"
+	$(INSTALL) -c .ci/constraints.txt -e ".[train,serve,documents,dev]"
 	touch $@
 
 .venv-serve/ready.json: | $(VENV)/ready

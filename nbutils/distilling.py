@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from nbutils import platforms, serving
 from nbutils.chat import Message
 from nbutils.data.documents import Span
-from nbutils.errors import CourseError
+from nbutils.errors import CourseError, require_choice
 from nbutils.evaluation.evaluator import digest
 from nbutils.evaluation.scores import without_thinking
 from nbutils.language import tr
@@ -127,6 +127,7 @@ class Writer:
     entries: dict[str, Entry] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        require_choice("WAY", self.way, get_args(Way))
         if self.journal.exists():
             for line in self.journal.read_text(encoding="utf-8").split("\n"):
                 with suppress(ValidationError):  # a kill may have torn the last one
@@ -151,14 +152,17 @@ class Writer:
         """The spans about which nothing is written."""
         return [span for span in spans if self.key(span) not in self.entries]
 
-    def write(self, client: OpenAI, spans: Sequence[Span]) -> None:
-        """Ask about the missing spans, several at a time; an error of the endpoint ends it, and what came is kept."""
+    def write(self, client: OpenAI, spans: Sequence[Span], name: str = "") -> None:
+        """Ask about the missing spans, several at a time; an error of the endpoint ends it, and what came is kept.
+
+        `name`: what this server calls the model.
+        """
         lock = threading.Lock()
         with open(self.journal, "a", encoding="utf-8", newline="\n") as journal:
             journal.write("\n")  # a kill may have torn the last line
 
             def send(span: Span) -> None:
-                entry = self.ask(client, span)
+                entry = self.ask(client, span, name or self.model)
                 with lock:
                     self.entries[entry.key] = entry
                     journal.write(entry.model_dump_json() + "\n")
@@ -166,14 +170,14 @@ class Writer:
 
             serving.send_concurrently(send, self.missing(spans), str(client.base_url), AT_ONCE)
 
-    def ask(self, client: OpenAI, span: Span) -> Entry:
+    def ask(self, client: OpenAI, span: Span, name: str) -> Entry:
         """What the model writes about one span."""
         from openai import APIStatusError, OpenAIError
 
         entry = Entry(key=self.key(span), span=span)
         messages: Any = self.messages(span)
         try:
-            response: Any = client.chat.completions.create(model=self.model, messages=messages, **self.options)
+            response: Any = client.chat.completions.create(model=name, messages=messages, **self.options)
             choice = response.choices[0]
         except (OpenAIError, AttributeError, TypeError, LookupError) as error:  # a web page has no choices
             if not isinstance(error, APIStatusError) or error.status_code not in OF_ONE_REQUEST:

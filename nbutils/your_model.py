@@ -12,6 +12,7 @@ from typing import Any
 from nbutils import compare, data, display, record
 from nbutils.chat import Row
 from nbutils.data.build import BUNDLED
+from nbutils.data.evidence import LEAST_ROWS
 from nbutils.data.read import find_files
 from nbutils.distilling import Entry
 from nbutils.errors import CourseError
@@ -23,6 +24,7 @@ from nbutils.record import RunFolder
 
 SAMPLE = SAMPLES / "your_model"
 FOLDER = "your_model"  # below the run
+LEAST_QUESTIONS = 3 + LEAST_ROWS  # those that are shown as examples, and what a verdict needs
 
 
 def require_sources(questions: str, data: str, documents: str, endpoint: str, endpoint_model: str) -> None:
@@ -61,12 +63,20 @@ def require_teacher(run: RunFolder) -> None:
 
 
 def read_questions(source: str) -> list[Row]:
-    """The questions of a file with their answers; one that cannot be used is refused."""
+    """The questions of a file with their answers, checked as rows are; one that cannot be used is refused."""
     rows = list(map(data.check_row, data.read_rows(source)))
     broken = [row for row in rows if isinstance(row, data.RowError)]
-    if broken:
-        data.show_problems(broken)
-        raise CourseError("{count} questions cannot be used, see above.", todo="Mend them.", count=len(broken))
+    data.show_problems(broken)
+    if broken or len(rows) < LEAST_QUESTIONS:
+        raise CourseError(
+            "{source} has {count} questions, and {broken} of them cannot be used.",
+            allowed="33 are good, {least} the least, and all of them sound",
+            todo="Write rows as lesson 02 reads them, with a question and an answer each.",
+            source=source,
+            count=len(rows),
+            broken=len(broken),
+            least=LEAST_QUESTIONS,
+        )
     return [{"messages": row.messages} for row in rows if isinstance(row, data.ChatRow)]
 
 
@@ -80,10 +90,10 @@ def write_rows(file: Path, rows: Sequence[Row]) -> Path:
 def gather(folder: Path, sources: Sequence[str], written: Sequence[Entry]) -> Path:
     """The folder with copies of the learner's own files, and the rows that an endpoint has written."""
     shutil.rmtree(folder, ignore_errors=True)
-    write_rows(folder / "written.jsonl", [row for entry in written for row in entry.rows])
-    for source in filter(None, sources):
+    write_rows(folder / "from_documents.jsonl", [row for entry in written for row in entry.rows])
+    for number, source in enumerate(filter(None, sources), 1):
         for file in find_files(source):
-            shutil.copyfile(file, folder / file.name)
+            shutil.copyfile(file, folder / f"{number}-{file.name}")
     return folder
 
 
