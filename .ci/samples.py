@@ -22,7 +22,7 @@ from nbutils.files import SAMPLES, write_text
 FILES = {"train.jsonl": (800, 2026), "eval.jsonl": (120, 2027)}  # rows and seed
 TEXTS, TEXTS_SEED = 20_000, 43
 QUESTIONS, MESSAGES_SEED = 33, 2028  # of lesson 10: three are shown as examples
-MESSAGES = {"first": 120, "more": 320}  # of each folder of documents
+MESSAGES = {"first": 120, "more": 180}  # of each folder of documents
 LINES_OF_PAGE = 48
 WIDTH_OF_PAGE = 84  # characters
 PDF_ESCAPES = str.maketrans({sign: f"\\{sign}" for sign in "()\\"})
@@ -72,10 +72,12 @@ def write_documents(folder: Path, rows: Sequence[dict[str, str]]) -> None:
 
 def pdf(paragraphs: Sequence[str]) -> bytes:
     """A PDF with these paragraphs in Helvetica, an empty line between them."""
-    lines: list[str] = []
+    pages: list[list[str]] = [[]]
     for paragraph in paragraphs:
-        lines += [*textwrap.wrap(paragraph, WIDTH_OF_PAGE), ""]
-    pages = [lines[start : start + LINES_OF_PAGE] for start in range(0, len(lines), LINES_OF_PAGE)]
+        lines = [*textwrap.wrap(paragraph, WIDTH_OF_PAGE), ""]
+        if len(pages[-1]) + len(lines) > LINES_OF_PAGE:  # no paragraph is on two pages
+            pages.append([])
+        pages[-1] += lines
     numbers = [4 + 2 * page for page in range(len(pages))]
     kids = " ".join(f"{number} 0 R" for number in numbers)
     objects = [

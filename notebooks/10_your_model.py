@@ -364,7 +364,7 @@ print(Counter((my_notes or {}).values()).most_common())
 # ## More rows, and the second training
 #
 # Rows for what went wrong: write some by hand (`MORE_DATA`), or take documents with such cases (`MORE_DOCUMENTS`), and run the lesson again.
-# What is done is not repeated. (For the bundled task there are 320 more messages.) The second training gets the rows of the first and
+# What is done is not repeated. (For the bundled task there are 180 more messages.) The second training gets the rows of the first and
 # the new ones, and keeps every setting of the first: also what the recipe had chosen by its rows. Change one thing at a time, or you will not
 # know what helped.
 
@@ -431,7 +431,7 @@ lesson.check(exercises.fair_comparison, my_differing, differing, times)
 my_next = ""
 report = lesson.run.path / "report_your_model.md"
 noted = [errors[number] | {"note": note} for number, note in (my_notes or {}).items() if number in errors]
-measured = {"rounds": rounds, "results": results, "changes": changes, "differing": differing, "times": times, "cards": cards, **origin}
+measured = {"rounds": rounds, "results": results, "changes": changes, "differing": differing, "times": times, **origin}
 your_model.write_report(report, **measured, notes=noted, name=lesson.run.name, task=task, model=lesson.model_name, what_next=my_next)
 print(report.read_text(encoding="utf-8"))
 

@@ -346,7 +346,7 @@ print(Counter((my_notes or {}).values()).most_common())
 # %% [markdown]
 # ## 补充数据，第二次训练
 #
-# 针对错误补充数据：手写一些（`MORE_DATA`），或者找些有这类情况的文档（`MORE_DOCUMENTS`），再运行一遍这一课，做过的不会重做。（自带的任务另有 320 条留言。）第二次训练用第一次的数据加上新数据，第一次的所有设置都不变，包括当时根据数据自动选定的值。一次只改一样，否则就不知道是什么起了作用。
+# 针对错误补充数据：手写一些（`MORE_DATA`），或者找些有这类情况的文档（`MORE_DOCUMENTS`），再运行一遍这一课，做过的不会重做。（自带的任务另有 180 条留言。）第二次训练用第一次的数据加上新数据，第一次的所有设置都不变，包括当时根据数据自动选定的值。一次只改一样，否则就不知道是什么起了作用。
 
 # %%
 rounds = {"first": first}
@@ -407,7 +407,7 @@ lesson.check(exercises.fair_comparison, my_differing, differing, times)
 my_next = ""
 report = lesson.run.path / "report_your_model.md"
 noted = [errors[number] | {"note": note} for number, note in (my_notes or {}).items() if number in errors]
-measured = {"rounds": rounds, "results": results, "changes": changes, "differing": differing, "times": times, "cards": cards, **origin}
+measured = {"rounds": rounds, "results": results, "changes": changes, "differing": differing, "times": times, **origin}
 your_model.write_report(report, **measured, notes=noted, name=lesson.run.name, task=task, model=lesson.model_name, what_next=my_next)
 print(report.read_text(encoding="utf-8"))
 
