@@ -90,7 +90,8 @@ def pdf(paragraphs: Sequence[str]) -> bytes:
         stream = f"BT /F1 11 Tf 15 TL 72 770 Td\n{shown}ET"
         resources = "<< /Font << /F1 3 0 R >> >>"
         box = f"/MediaBox [0 0 595 842] /Resources {resources} /Contents {number + 1} 0 R"
-        objects += [f"<< /Type /Page /Parent 2 0 R {box} >>", f"<< /Length {len(stream)} >>\nstream\n{stream}\nendstream"]
+        objects.append(f"<< /Type /Page /Parent 2 0 R {box} >>")
+        objects.append(f"<< /Length {len(stream)} >>\nstream\n{stream}\nendstream")
     return with_table("%PDF-1.4\n", objects)
 
 

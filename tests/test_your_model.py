@@ -392,7 +392,9 @@ def test_rows_too_close_to_a_question_are_not_trained_on(tmp_path: Path) -> None
     lines = ["question,answer", f"{question.replace(' ripe', '').upper()},a ticket of apples"]
     lines += [f"Where is order {number}{number}?,It is on its way to customer {number}." for number in range(20)]
     mine.write_text("\n".join(lines), encoding="utf-8")
-    entry = distilling.Entry(key="1", span=spans_of(question)[0], pairs=[distilling.Pair(question=question, answer="!")])
+    entry = distilling.Entry(
+        key="1", span=spans_of(question)[0], pairs=[distilling.Pair(question=question, answer="!")]
+    )
     folder = your_model.gather(tmp_path / "first", [str(mine), ""], [entry])
     card = data.prepare(str(folder), tmp_path / "data", eval_source=str(test_file))
     assert (card.train, card.eval) == (20, 1)

@@ -371,7 +371,7 @@ display.show_table(evaluation.result_table(results))
 *others, last = results
 same = [name for name in others if len(results[name].answers) == len(results[last].answers)]  # 提示词太长时可能漏掉一个问题
 changes = {name: results[last].change(results[name], "exact_match") for name in same}
-print(*(f"{tr(last)}比{tr(name)}：完全匹配 {change.text('+.0%')}，p {change.p_text}" for name, change in changes.items()), sep="\n")
+print(*(f"{tr(last)} 比 {tr(name)}：完全匹配 {change.text('+.0%')}，p {change.p_text}" for name, change in changes.items()), sep="\n")
 
 # %% [markdown]
 # ## 练习：公平的比较
