@@ -116,6 +116,7 @@ def write_report(
     runs = {title: compare.load_run(run) for title, run in rounds.items()}
     page = display.render(
         "your_model.md",
+        rounds=rounds,
         runs=runs,
         cards={title: data.verify(run.data) for title, run in rounds.items()},
         scores=result_table(results),

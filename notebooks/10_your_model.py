@@ -216,7 +216,8 @@ print(f"{len(writer.missing(all_spans))} of {len(all_spans)} spans are to be ask
 # `MORE_DOCUMENTS` names is written in the same go; it is trained on later.)
 
 # %%
-if bundled and writer.missing(all_spans):
+missing = writer.missing(all_spans)
+if bundled and missing:
     environment = serving.ensure_environment("auto", lesson.run.merged)
     served = ServedModel(lesson.run, lesson.profile, engine=environment.engine)
     flags = {**served.flags, **lesson.profile.vllm, "served_model_name": "teacher"}
@@ -224,14 +225,15 @@ if bundled and writer.missing(all_spans):
         del flags["gpu_memory_utilization"]
     with serving.Server(served.folder, environment, flags=flags, log=lesson.run.logs / "teacher.log") as server:
         writer.write(server.client(), all_spans, server.model_name)
-elif all_spans:
+elif missing:
     writer.write(distilling.connect(ENDPOINT), all_spans)
 written = {name: writer.written(part) for name, part in spans.items()}
 origin = {"teacher": writer.model, "spans": len(all_spans), "tokens": sum(entry.tokens for part in written.values() for entry in part)}
 failed = [{**asdict(entry.span), "problem": entry.problem} for part in written.values() for entry in part if entry.problem]
 display.show_table([asdict(entry.span) | {"answer": entry.pairs[0].answer} for entry in written["first"] if entry.pairs][:3])
 print(f"{sum(len(part) for part in written.values())} spans answered, {len(failed)} of them without a row")
-display.show_table(failed[:10])
+if failed:
+    display.show_table(failed[:10])
 
 # %% [markdown]
 # Read at least twenty of them beside their spans: `written.jsonl` has them all. A wrong answer of the teacher is a wrong answer of your

@@ -205,7 +205,8 @@ print(f"{len(all_spans)} 个文段中还有 {len(writer.missing(all_spans))} 个
 # 现在开始提问，同时最多八个请求。每个回答一到就写进 `written.jsonl`：中途停下，或者余额用完，再运行一次这个单元格，只会问剩下的。被截断的回答、格式不对的回答不会变成数据，会列出来。（`MORE_DOCUMENTS` 里的文段也在这里一起生成，之后才用来训练。）
 
 # %%
-if bundled and writer.missing(all_spans):
+missing = writer.missing(all_spans)
+if bundled and missing:
     environment = serving.ensure_environment("auto", lesson.run.merged)
     served = ServedModel(lesson.run, lesson.profile, engine=environment.engine)
     flags = {**served.flags, **lesson.profile.vllm, "served_model_name": "teacher"}
@@ -213,14 +214,15 @@ if bundled and writer.missing(all_spans):
         del flags["gpu_memory_utilization"]
     with serving.Server(served.folder, environment, flags=flags, log=lesson.run.logs / "teacher.log") as server:
         writer.write(server.client(), all_spans, server.model_name)
-elif all_spans:
+elif missing:
     writer.write(distilling.connect(ENDPOINT), all_spans)
 written = {name: writer.written(part) for name, part in spans.items()}
 origin = {"teacher": writer.model, "spans": len(all_spans), "tokens": sum(entry.tokens for part in written.values() for entry in part)}
 failed = [{**asdict(entry.span), "problem": entry.problem} for part in written.values() for entry in part if entry.problem]
 display.show_table([asdict(entry.span) | {"answer": entry.pairs[0].answer} for entry in written["first"] if entry.pairs][:3])
 print(f"已有 {sum(len(part) for part in written.values())} 个文段得到回答，其中 {len(failed)} 个没有变成数据")
-display.show_table(failed[:10])
+if failed:
+    display.show_table(failed[:10])
 
 # %% [markdown]
 # 至少读二十条，和文段对照着看，`written.jsonl` 里都有。教师答错的，你的模型也会学错。然后，这些数据和你手写的数据一起，接受第 02 课的检查：不合格的、重复的、和你的问题太像的，都会剔除，并注明文件和行号。
