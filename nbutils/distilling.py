@@ -94,10 +94,11 @@ def connect(endpoint: str) -> OpenAI:
 
 def refusal(error: Exception, url: str) -> CourseError:
     """The error for what would end every request to this endpoint alike."""
+    key = tr("The key is wrong, has expired or is not for this model: set {variable} again.", variable=KEY_VARIABLE)
     todos = {
-        401: tr("The key is wrong or has expired: set {variable} again.", variable=KEY_VARIABLE),
+        401: key,
         402: tr("The account has no credit left."),
-        403: tr("This key may not use this model: check the account."),
+        403: key,
         404: tr("Check ENDPOINT, which mostly ends in /v1, and ENDPOINT_MODEL: one of them is not there."),
         429: tr("The limit of the account is reached: wait, or raise it there."),
     }
@@ -145,8 +146,8 @@ class Writer:
 
     def written(self, spans: Sequence[Span]) -> list[Entry]:
         """What is written about these spans so far."""
-        keys = map(self.key, spans)
-        return [self.entries[key] for key in keys if key in self.entries]
+        entries = [self.entries.get(self.key(span)) for span in spans]
+        return [entry for entry in entries if entry]
 
     def missing(self, spans: Sequence[Span]) -> list[Span]:
         """The spans about which nothing is written."""

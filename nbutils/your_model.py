@@ -17,8 +17,7 @@ from nbutils.data.read import find_files
 from nbutils.distilling import Entry
 from nbutils.errors import CourseError
 from nbutils.evaluation import result_table
-from nbutils.evaluation.evaluator import Result, Table, stored_once
-from nbutils.evaluation.scores import Difference
+from nbutils.evaluation.evaluator import Result, stored_once
 from nbutils.files import SAMPLES, make_folder, write_text
 from nbutils.record import RunFolder
 
@@ -64,7 +63,7 @@ def require_teacher(run: RunFolder) -> None:
 
 def read_questions(source: str) -> list[Row]:
     """The questions of a file with their answers, checked as rows are; one that cannot be used is refused."""
-    rows = list(map(data.check_row, data.read_rows(source)))
+    rows: list[Any] = list(map(data.check_row, data.read_rows(source)))
     broken = [row for row in rows if isinstance(row, data.RowError)]
     data.show_problems(broken)
     if broken or len(rows) < LEAST_QUESTIONS:
@@ -77,7 +76,7 @@ def read_questions(source: str) -> list[Row]:
             broken=len(broken),
             least=LEAST_QUESTIONS,
         )
-    return [{"messages": row.messages} for row in rows if isinstance(row, data.ChatRow)]
+    return [{"messages": row.messages} for row in rows]
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> Path:
@@ -90,9 +89,11 @@ def write_rows(file: Path, rows: Sequence[Row]) -> Path:
 def gather(folder: Path, sources: Sequence[str], written: Sequence[Entry]) -> Path:
     """The folder with copies of the learner's own files, and the rows that an endpoint has written."""
     shutil.rmtree(folder, ignore_errors=True)
-    write_rows(folder / "from_documents.jsonl", [row for entry in written for row in entry.rows])
-    for number, source in enumerate(filter(None, sources), 1):
-        for file in find_files(source):
+    rows = [row for entry in written for row in entry.rows]
+    write_rows(folder / "from_documents.jsonl", rows)
+    for number, source in enumerate(sources, 1):
+        files = find_files(source) if source else []
+        for file in files:
             shutil.copyfile(file, folder / f"{number}-{file.name}")
     return folder
 
@@ -103,16 +104,8 @@ def note_time(file: Path, decided_by: Any) -> str:
     return str(stored_once(file, {"decided_by": decided_by}, lambda: now))
 
 
-def write_report(
-    path: Path,
-    *,
-    rounds: Mapping[str, RunFolder],
-    results: Mapping[str, Result],
-    changes: Mapping[str, Difference],
-    notes: Table,
-    **texts: Any,
-) -> None:
-    """The report to hand in, from what the runs have recorded."""
+def write_report(path: Path, rounds: Mapping[str, RunFolder], results: Mapping[str, Result], **told: Any) -> None:
+    """The report to hand in, from what the runs have recorded and the lesson has `told`."""
     runs = {title: compare.load_run(run) for title, run in rounds.items()}
     page = display.render(
         "your_model.md",
@@ -120,10 +113,8 @@ def write_report(
         runs=runs,
         cards={title: data.verify(run.data) for title, run in rounds.items()},
         scores=result_table(results),
-        changes=changes,
-        notes=notes,
         versions=record.versions(),
         line=record.readable_value,
-        **texts,
+        **told,
     )
     write_text(path, page)

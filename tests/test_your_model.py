@@ -69,6 +69,16 @@ def test_joined_spans_go_from_heading_to_heading_and_keep_to_their_length(tmp_pa
     assert sum(span.text.count("Rule ") for span in spans) == 30
 
 
+def test_files_of_one_name_are_told_apart_and_other_kinds_are_left_alone(tmp_path: Path) -> None:
+    for name in ("north", "south"):
+        written(files.make_folder(tmp_path / name), "rules.txt", f"Rules of the {name}.")
+        written(tmp_path / name, "table.xlsx", "no document")
+    assert [(span.file, span.text) for span in read_spans(str(tmp_path))] == [
+        ("north/rules.txt", "Rules of the north."),
+        ("south/rules.txt", "Rules of the south."),
+    ]
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "gb18030", "utf-16"])
 def test_chinese_texts_of_any_usual_encoding_are_read(encoding: str, tmp_path: Path) -> None:
     text = "周一到周五营业。\r\n\r\n节假日休息。"
@@ -275,7 +285,7 @@ def test_what_passes_by_itself_is_tried_again(endpoint: Endpoint, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("status", "word"), [(401, distilling.KEY_VARIABLE), (402, "credit"), (403, "may not"), (404, "/v1")]
+    ("status", "word"), [(401, distilling.KEY_VARIABLE), (402, "credit"), (403, "not for this model"), (404, "/v1")]
 )
 def test_a_refusal_ends_it_and_a_second_start_asks_only_the_rest(
     status: int, word: str, endpoint: Endpoint, tmp_path: Path

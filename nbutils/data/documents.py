@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbutils import install
-from nbutils.data.read import find_files, format_of, open_text
+from nbutils.data.read import find_files, format_of, local_path, open_text
 from nbutils.errors import CourseError
 from nbutils.masking import describe
 
 LARGEST_FILE = 64 << 20  # bytes, also of what a docx unpacks to
-PARAGRAPH = re.compile(r"\S.*(?:\n[^\S\n]*\S.*)*")  # lines without an empty one between them
-SENTENCE = re.compile(r"(?s)\S.*?(?:[。！？]|[.!?](?=\s)|\Z)\s*")
+PARAGRAPH = re.compile(r"\S.*(?:\n[^\S\n]*\S.*)*(?<=\S)")  # lines without an empty one between them
+SENTENCE = re.compile(r"(?s)\S.*?(?:[。！？]|[.!?](?=\s)|\Z)")
 HEADING = re.compile(r"#{1,6}\s.*")
 # where a line of a pdf goes on: a blank takes the place of the break, unless both sides are Chinese
 WRAPPED_CHINESE = re.compile(r"(?<=[\u3000-\u9fff\uff00-\uffef])[^\S\n]*\n[^\S\n]*(?=[\u3000-\u9fff\uff00-\uffef])")
@@ -41,13 +41,15 @@ def read_spans(source: str, join: int = 0) -> list[Span]:
     Example: spans = documents.read_spans("handbook.pdf", join=1200)
     """
     install.ensure("documents")
+    folder = local_path(source)
     spans = []
     for file in find_files(source, tuple(READERS)):
+        name = file.relative_to(folder).as_posix() if folder.is_dir() else file.name
         ending = format_of(file, tuple(READERS))
         for number, text in enumerate(read_pages(file, ending), 1):
             page = number if ending == ".pdf" else 0
             for start, end in cut(text, join):
-                spans.append(Span(file.name, page, start, end, text[start:end]))
+                spans.append(Span(name, page, start, end, text[start:end]))
     return spans
 
 
@@ -59,10 +61,9 @@ def read_pages(file: Path, ending: str) -> Pages:
             size = sum(part.file_size for part in zipfile.ZipFile(file).infolist())
         if size > LARGEST_FILE:
             raise CourseError(
-                "{file} is too large: {size:,.0f} MiB, {most} are read at most.",
+                "{file} is too large: more than {most} MiB.",
                 todo="Divide it into several files.",
                 file=file,
-                size=size / 2**20,
                 most=LARGEST_FILE >> 20,
             )
         pages = READERS[ending](file)
@@ -133,19 +134,24 @@ READERS: dict[str, Callable[[Path], Pages]] = {
 
 def cut(text: str, join: int) -> list[tuple[int, int]]:
     """Where each span begins and ends: a paragraph, or up to `join` characters from one heading to the next."""
-    spans: list[tuple[int, int]] = []
+    begins: list[int] = []
+    ends: list[int] = []
     for start, end in _units(text, join):
-        if spans and end - spans[-1][0] <= join and not HEADING.match(text, start):
-            spans[-1] = (spans[-1][0], end)
+        has_room = bool(begins) and end - begins[-1] <= join
+        if has_room and not HEADING.match(text, start):
+            ends[-1] = end
         else:
-            spans.append((start, end))
+            begins.append(start)
+            ends.append(end)
+    spans = zip(begins, ends, strict=True)
     return [span for span in spans if not HEADING.fullmatch(text, *span)]
 
 
 def _units(text: str, join: int) -> Iterator[tuple[int, int]]:
     """The paragraphs of a text, or the sentences of one that is longer than `join` characters."""
     for paragraph in PARAGRAPH.finditer(text):
-        is_long = 0 < join < len(paragraph[0])
-        units = SENTENCE.finditer(text, *paragraph.span()) if is_long else [paragraph]
-        for unit in units:
-            yield unit.start(), unit.start() + len(unit[0].rstrip())
+        if 0 < join < len(paragraph[0]):
+            for sentence in SENTENCE.finditer(text, *paragraph.span()):
+                yield sentence.span()
+        else:
+            yield paragraph.span()
