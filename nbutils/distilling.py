@@ -183,7 +183,7 @@ class Writer:
         except (OpenAIError, AttributeError, TypeError, LookupError) as error:  # a web page has no choices
             if not isinstance(error, APIStatusError) or error.status_code not in OF_ONE_REQUEST:
                 raise refusal(error, str(client.base_url)) from error
-            entry.problem = tr("refused: {error}", error=describe(error)[:200])
+            entry.problem = tr("refused: {error}", error=describe(error))
             return entry
         if response.usage:
             entry.tokens = response.usage.total_tokens

@@ -357,7 +357,8 @@ def _introduce(lesson: Lesson) -> None:
         model=resolved.model,
         folder=lesson.run.path,
     )
-    if lesson.parameters.get("DATA") and models.bundled_name(resolved.model):
+    own_rows = lesson.parameters.get("DATA") or lesson.parameters.get("DOCUMENTS")
+    if own_rows and models.bundled_name(resolved.model):
         say('[WARN] the tiny model learns only its sample task: PROFILE "laptop" is for rows of your own')
     if distributed.strategy():
         strategy = distributed.strategy_name(str(resolved.profile.method))

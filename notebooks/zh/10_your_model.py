@@ -365,15 +365,15 @@ else:
 # %% [markdown]
 # ## 有用吗？
 #
-# 基线和两次训练，同样的 30 个问题。只有 30 个问题，置信区间会很宽：两个模型的完全匹配率大约要相差三成多，`p` 才会小于 0.05。如果分不出高下，该增加的是问题，不是小数位。最后，它比更好的提示词强吗？
+# 基线和两次训练，同样的 30 个问题。只有 30 个问题，置信区间会很宽：两个模型的完全匹配率大约要相差三成多，`p` 才会小于 0.05。如果分不出高下，该增加的是问题，不是小数位。回答是大段文字时，看 `rouge_l`。最后，它比更好的提示词强吗？
 
 # %%
 placement.free()
 display.show_table(evaluation.result_table(results))
 *others, last = results
 same = [name for name in others if len(results[name].answers) == len(results[last].answers)]  # 提示词太长时可能漏掉一个问题
-changes = {name: results[last].change(results[name], "exact_match") for name in same}
-print(*(f"{tr(last)} 比 {tr(name)}：完全匹配 {change.text('+.0%')}，p {change.p_text}" for name, change in changes.items()), sep="\n")
+changes = {(name, score): results[last].change(results[name], score) for name in same for score in ("exact_match", "rouge_l")}
+print(*(f"{tr(last)} 比 {tr(name)}：{score} {change.text('+.3f')}，p {change.p_text}" for (name, score), change in changes.items()), sep="\n")
 
 # %% [markdown]
 # ## 练习：公平的比较
