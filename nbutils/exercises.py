@@ -75,7 +75,7 @@ def other_kind(check: Check, answer: Any) -> str:
     if kind == "str":
         return "" if is_text else tr("a text in quotes")
     if kind.startswith("Mapping"):
-        return "" if isinstance(answer, dict) else tr('numbers and texts in braces, as {3: "a wrong date"}')
+        return "" if isinstance(answer, dict) else tr("braces with notes by row: {example}", example='{3: "…"}')
     if kind.startswith("Sequence"):
         return tr("a list in square brackets") if isinstance(answer, (str, float, int, dict)) else ""
     return tr("a number without quotes") if isinstance(answer, (str, bool, list, tuple, dict)) else ""
