@@ -131,8 +131,8 @@ def texts_in_data() -> set[str]:
     texts |= {build.BUNDLED, "rows", *watch.STATES.values(), *notices.TITLES.values()}
     texts |= {"mean", "longest", "over", "what", "value", "why", "question", "expected", "before", "after"}
     texts |= {"symptom", "cause", "todo"}
-    texts |= {"baseline", "prompt", "few-shot", "first", "second"}  # in lesson 10: models and trainings, columns
-    texts |= {"file", "page", "start", "end", "text", "problem", "answer", "role", "content"}
+    texts |= {"baseline", "prompt", "few-shot", "round-1", "round-2"}  # in lesson 10: models and trainings, columns
+    texts |= {"file", "page", "start", "end", "text", "problem", "answer", "role"}
     texts |= {"row", "wanted", "answered"}
     texts |= {"loss", "validation", "peak", "cost", "time left"}  # the numbers of a training
     judged = comparison.TEXTS

@@ -137,7 +137,7 @@ def prompted(row, shown=()):
     return {"messages": [{"role": "system", "content": task}, *before, *row["messages"]]}
 
 
-display.show_table(prompted(questions[0], examples)["messages"][:-1])
+display.show_table([{"role": message["role"], "text": message["content"]} for message in prompted(questions[0], examples)["messages"][:-1]])
 
 # %% [markdown]
 # The scores are those of lesson 04, at temperature 0. The result is stored with its time, so that nobody, you included, can choose it
@@ -174,11 +174,11 @@ from nbutils.data import documents
 from nbutils.language import tr
 
 way = WAY if WAY != "auto" else "answers" if bundled else "questions"
-sources = {"first": DOCUMENTS, "second": MORE_DOCUMENTS}
+sources = {"round-1": DOCUMENTS, "round-2": MORE_DOCUMENTS}
 if bundled:
-    sources = {"first": str(your_model.SAMPLE / "first"), "second": str(your_model.SAMPLE / "more")}
+    sources = {"round-1": str(your_model.SAMPLE / "first"), "round-2": str(your_model.SAMPLE / "more")}
 spans = {name: documents.read_spans(source, join=1200 if way == "questions" else 0) if source else [] for name, source in sources.items()}
-display.show_table([asdict(span) for span in data.own_language_first(spans["first"])[:3]])
+display.show_table([asdict(span) for span in data.own_language_first(spans["round-1"])[:3]])
 for name in spans:
     print(tr(name), dict(Counter(span.file for span in spans[name])))
 
@@ -230,7 +230,7 @@ elif missing:
 written = {name: writer.written(part) for name, part in spans.items()}
 origin = {"teacher": writer.model, "spans": len(all_spans), "tokens": sum(entry.tokens for part in written.values() for entry in part)}
 failed = [{**asdict(entry.span), "problem": entry.problem} for part in written.values() for entry in part if entry.problem]
-display.show_table([asdict(entry.span) | {"answer": entry.pairs[0].answer} for entry in written["first"] if entry.pairs][:3])
+display.show_table([asdict(entry.span) | {"answer": entry.pairs[0].answer} for entry in written["round-1"] if entry.pairs][:3])
 print(f"{sum(len(part) for part in written.values())} spans answered, {len(failed)} of them without a row")
 if failed:
     display.show_table(failed[:10])
@@ -253,7 +253,7 @@ def prepare(title, *parts):
     return run, card
 
 
-first, first_card = prepare("first", written["first"])
+first, first_card = prepare("round-1", written["round-1"])
 first_card.show()
 
 # %% [markdown]
@@ -324,8 +324,8 @@ def ask(title, run):
 # wanted, by ROUGE-L); those that are right to the letter are left out.
 
 # %%
-ask("first", first)
-answers = results["first"]
+ask("round-1", first)
+answers = results["round-1"]
 similarity = answers.scores["rouge_l"]
 errors = {}
 for number in sorted(range(len(similarity)), key=similarity.__getitem__):
@@ -371,14 +371,14 @@ print(Counter((my_notes or {}).values()).most_common())
 # know what helped.
 
 # %%
-rounds = {"first": first}
-cards = {"first": first_card}
-if MORE_DATA or spans["second"]:
-    rounds["second"], cards["second"] = prepare("second", written["first"], written["second"])
+rounds = {"round-1": first}
+cards = {"round-1": first_card}
+if MORE_DATA or spans["round-2"]:
+    rounds["round-2"], cards["round-2"] = prepare("round-2", written["round-1"], written["round-2"])
     chosen = first.recorded.trained.settings
     before = config.flat(lesson.resolved.as_written.model_dump()) | {"course.conversations_per_step": chosen["course.conversations_per_step"]}
-    train(rounds["second"], settings | {name: value for name, value in chosen.items() if value != before.get(name)})
-    ask("second", rounds["second"])
+    train(rounds["round-2"], settings | {name: value for name, value in chosen.items() if value != before.get(name)})
+    ask("round-2", rounds["round-2"])
 else:
     print("Set MORE_DATA or MORE_DOCUMENTS, and run the lesson again.")
 

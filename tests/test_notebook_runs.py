@@ -150,8 +150,8 @@ def test_a_model_of_ones_own_learns_from_the_tuned_one_and_ends_in_a_report(cour
     entry = lesson_facts(run, "10_your_model")
     scores = entry["exact_match"]
     assert scores["prompt"] <= 0.1 and scores["few-shot"] <= 0.1, "the untuned model cannot do it"
-    assert 0.1 < scores["first"] < 0.9, "there are errors to read"
-    assert scores["second"] > scores["first"] + 0.1
+    assert 0.1 < scores["round-1"] < 0.9, "there are errors to read"
+    assert scores["round-2"] > scores["round-1"] + 0.1
     assert list(sorted(entry["times"].values())) == list(entry["times"].values()), "the baseline came first"
     first, second = (tmp_path / name for name in entry["times"] if name != "baseline")
     assert lesson_facts(first)["examples"] >= 100
@@ -178,7 +178,7 @@ def test_a_model_of_ones_own_learns_from_the_tuned_one_and_ends_in_a_report(cour
 
     again = python(ROOT / "notebooks/10_your_model.py", "--PROFILE", "tiny", "--RUN_NAME", "tiny", home=tmp_path)
     assert "0 of 300 spans are to be asked about" in again.stdout and "  | " not in again.stdout, "nothing is repeated"
-    assert lesson_facts(run, "10_your_model")["exact_match"]["second"] == scores["second"]
+    assert lesson_facts(run, "10_your_model")["exact_match"]["round-2"] == scores["round-2"]
 
 
 # --- a hybrid model ---------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def prompted(row, shown=()):
     return {"messages": [{"role": "system", "content": task}, *before, *row["messages"]]}
 
 
-display.show_table(prompted(questions[0], examples)["messages"][:-1])
+display.show_table([{"role": message["role"], "text": message["content"]} for message in prompted(questions[0], examples)["messages"][:-1]])
 
 # %% [markdown]
 # 分数和第 04 课一样，温度为 0。结果连同时间一起存下来，谁也不能事后挑选，包括你自己。如果现在就够好了，那就不用训练：这也是一个结论。
@@ -167,11 +167,11 @@ from nbutils.data import documents
 from nbutils.language import tr
 
 way = WAY if WAY != "auto" else "answers" if bundled else "questions"
-sources = {"first": DOCUMENTS, "second": MORE_DOCUMENTS}
+sources = {"round-1": DOCUMENTS, "round-2": MORE_DOCUMENTS}
 if bundled:
-    sources = {"first": str(your_model.SAMPLE / "first"), "second": str(your_model.SAMPLE / "more")}
+    sources = {"round-1": str(your_model.SAMPLE / "first"), "round-2": str(your_model.SAMPLE / "more")}
 spans = {name: documents.read_spans(source, join=1200 if way == "questions" else 0) if source else [] for name, source in sources.items()}
-display.show_table([asdict(span) for span in data.own_language_first(spans["first"])[:3]])
+display.show_table([asdict(span) for span in data.own_language_first(spans["round-1"])[:3]])
 for name in spans:
     print(tr(name), dict(Counter(span.file for span in spans[name])))
 
@@ -219,7 +219,7 @@ elif missing:
 written = {name: writer.written(part) for name, part in spans.items()}
 origin = {"teacher": writer.model, "spans": len(all_spans), "tokens": sum(entry.tokens for part in written.values() for entry in part)}
 failed = [{**asdict(entry.span), "problem": entry.problem} for part in written.values() for entry in part if entry.problem]
-display.show_table([asdict(entry.span) | {"answer": entry.pairs[0].answer} for entry in written["first"] if entry.pairs][:3])
+display.show_table([asdict(entry.span) | {"answer": entry.pairs[0].answer} for entry in written["round-1"] if entry.pairs][:3])
 print(f"已有 {sum(len(part) for part in written.values())} 个文段得到回答，其中 {len(failed)} 个没有变成数据")
 if failed:
     display.show_table(failed[:10])
@@ -240,7 +240,7 @@ def prepare(title, *parts):
     return run, card
 
 
-first, first_card = prepare("first", written["first"])
+first, first_card = prepare("round-1", written["round-1"])
 first_card.show()
 
 # %% [markdown]
@@ -308,8 +308,8 @@ def ask(title, run):
 # 接下来是整个过程里最重要的一步，没有程序能替你做：读。最差的回答排在最前面（按 ROUGE-L，和参考答案最不像的）；完全正确的不列出来。
 
 # %%
-ask("first", first)
-answers = results["first"]
+ask("round-1", first)
+answers = results["round-1"]
 similarity = answers.scores["rouge_l"]
 errors = {}
 for number in sorted(range(len(similarity)), key=similarity.__getitem__):
@@ -317,7 +317,7 @@ for number in sorted(range(len(similarity)), key=similarity.__getitem__):
         question, wanted = answers.evaluator.questions[number][-1]["content"], answers.evaluator.references[number]
         errors[number + 1] = {"row": number + 1, "question": question, "wanted": wanted, "answered": answers.texts[number]}
 display.show_table(list(errors.values())[:20])
-print(f"完全匹配 {answers.estimate('exact_match').text('.0%')}，错误 {len(errors)} 个")
+print(f"完全一致 {answers.estimate('exact_match').text('.0%')}，错误 {len(errors)} 个")
 
 # %% [markdown]
 # ## 练习：给错误写评语
@@ -351,21 +351,21 @@ print(Counter((my_notes or {}).values()).most_common())
 # 针对错误补充数据：手写一些（`MORE_DATA`），或者找些有这类情况的文档（`MORE_DOCUMENTS`），再运行一遍这一课，做过的不会重做。（自带的任务另有 180 条留言。）第二次训练用第一次的数据加上新数据，第一次的所有设置都不变，包括当时根据数据自动选定的值。一次只改一样，否则就不知道是什么起了作用。
 
 # %%
-rounds = {"first": first}
-cards = {"first": first_card}
-if MORE_DATA or spans["second"]:
-    rounds["second"], cards["second"] = prepare("second", written["first"], written["second"])
+rounds = {"round-1": first}
+cards = {"round-1": first_card}
+if MORE_DATA or spans["round-2"]:
+    rounds["round-2"], cards["round-2"] = prepare("round-2", written["round-1"], written["round-2"])
     chosen = first.recorded.trained.settings
     before = config.flat(lesson.resolved.as_written.model_dump()) | {"course.conversations_per_step": chosen["course.conversations_per_step"]}
-    train(rounds["second"], settings | {name: value for name, value in chosen.items() if value != before.get(name)})
-    ask("second", rounds["second"])
+    train(rounds["round-2"], settings | {name: value for name, value in chosen.items() if value != before.get(name)})
+    ask("round-2", rounds["round-2"])
 else:
     print("请设置 MORE_DATA 或 MORE_DOCUMENTS，再运行一遍这一课。")
 
 # %% [markdown]
 # ## 有用吗？
 #
-# 基线和两次训练，同样的 30 个问题。只有 30 个问题，置信区间会很宽：两个模型的完全匹配率大约要相差三成多，`p` 才会小于 0.05。如果分不出高下，该增加的是问题，不是小数位。回答是大段文字时，看 `rouge_l`。最后，它比更好的提示词强吗？
+# 基线和两次训练，同样的 30 个问题。只有 30 个问题，置信区间会很宽：两个模型的完全一致率大约要相差三成多，`p` 才会小于 0.05。如果分不出高下，该增加的是问题，不是小数位。回答是大段文字时，看 `rouge_l`。最后，它比更好的提示词强吗？
 
 # %%
 placement.free()
