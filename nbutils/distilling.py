@@ -103,7 +103,7 @@ def refusal(error: Exception, url: str) -> CourseError:
         429: tr("The limit of the account is reached: wait, or raise it there."),
     }
     status = getattr(error, "status_code", 0)
-    todo = todos.get(status) or tr("Check ENDPOINT and the network, or try again later.")
+    todo = todos.get(status) or tr("Check ENDPOINT, which mostly ends in /v1, and the network; or try again later.")
     return CourseError(
         tr("{url} gives no answer: {error}", url=url, error=describe(error)[:400]),
         todo=tr("{todo} What was written is kept: run this cell again, and only the rest is asked.", todo=todo),

@@ -176,9 +176,11 @@ def test_a_model_of_ones_own_learns_from_the_tuned_one_and_ends_in_a_report(cour
     assert report.count("不对的字段：") == 5
     assert "第二次训练" in report and "data" in report
 
-    again = python(ROOT / "notebooks/10_your_model.py", "--PROFILE", "tiny", "--RUN_NAME", "tiny", home=tmp_path)
-    assert "0 of 300 spans are to be asked about" in again.stdout and "  | " not in again.stdout, "nothing is repeated"
-    assert lesson_facts(run, "10_your_model")["exact_match"]["round-2"] == scores["round-2"]
+    again = python(ROOT / "notebooks/zh/10_your_model.py", "--PROFILE", "tiny", home=tmp_path)  # a plain script
+    assert "300 个文段中还有 0 个要问" in again.stdout
+    assert not any(line.startswith("  | ") for line in again.stdout.splitlines()), "nothing is trained again"
+    repeated = lesson_facts(run, "10_your_model")
+    assert (repeated["times"], repeated["exact_match"]) == (entry["times"], scores)
 
 
 # --- a hybrid model ---------------------------------------------------------------------------------------------------
