@@ -344,8 +344,6 @@ print(f"exact match {answers.estimate('exact_match').text('.0%')}, errors: {len(
 # count"}`, where 3 and 17 are numbers of rows. The kinds are counted below; the commonest is what your next rows should show.
 
 # %% tags=["exercise"]
-from nbutils.evaluation.scores import right_fields
-
 my_notes = None
 lesson.check(exercises.error_notes, my_notes, list(errors))
 print(Counter((my_notes or {}).values()).most_common())
@@ -356,6 +354,8 @@ print(Counter((my_notes or {}).values()).most_common())
 # For tickets a program can name the fields that are wrong; for texts, you have to read.
 #
 # ```python
+# from nbutils.evaluation.scores import right_fields
+#
 # my_notes = {}
 # for number in list(errors)[:5]:
 #     fields = right_fields(errors[number]["answered"], errors[number]["wanted"])

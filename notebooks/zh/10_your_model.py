@@ -325,8 +325,6 @@ print(f"完全一致 {answers.estimate('exact_match').text('.0%')}，错误 {len
 # 至少挑五条，用几个字说明错在哪里，同一类错误用同样的字：`{3: "编造城市", 17: "漏了数量"}`，3 和 17 是行号。下面会按种类计数；最多的那一类，就是下一批数据该补的。
 
 # %% tags=["exercise"]
-from nbutils.evaluation.scores import right_fields
-
 my_notes = None
 lesson.check(exercises.error_notes, my_notes, list(errors))
 print(Counter((my_notes or {}).values()).most_common())
@@ -337,6 +335,8 @@ print(Counter((my_notes or {}).values()).most_common())
 # 工单的错误，程序可以指出哪些字段不对；如果是一段文字，就得自己读。
 #
 # ```python
+# from nbutils.evaluation.scores import right_fields
+#
 # my_notes = {}
 # for number in list(errors)[:5]:
 #     fields = right_fields(errors[number]["answered"], errors[number]["wanted"])
