@@ -69,7 +69,7 @@ site-test: $(VENV)/site  ## what the gate asks of a site, asked of all of build/
 $(VENV)/ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) $(TORCH)
-	$(INSTALL) -c .ci/constraints.txt -e ".[train,serve,dev]"
+	$(INSTALL) -c .ci/constraints.txt -e ".[train,serve,documents,dev]"
 	touch $@
 
 $(VENV)/site: $(VENV)/ready

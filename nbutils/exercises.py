@@ -24,6 +24,8 @@ LARGE = 1000
 OWN_ROWS = 3
 SHORTEST_ANSWER = 3  # characters
 RANK = 64  # of the exercise about the size of an adapter
+LEAST_ROWS = 100  # to train on
+NOTES = 5  # on errors
 APART = 5.0  # times, between two learning rates that are compared
 
 
@@ -72,6 +74,8 @@ def other_kind(check: Check, answer: Any) -> str:
     is_text = isinstance(answer, str)
     if kind == "str":
         return "" if is_text else tr("a text in quotes")
+    if kind.startswith("Mapping"):
+        return "" if isinstance(answer, dict) else tr("braces with notes by row: {example}", example='{3: "…"}')
     if kind.startswith("Sequence"):
         return tr("a list in square brackets") if isinstance(answer, (str, float, int, dict)) else ""
     return tr("a number without quotes") if isinstance(answer, (str, bool, list, tuple, dict)) else ""
@@ -504,6 +508,46 @@ def server_gain(answer: float, speeds: Mapping[int, float]) -> Checked:
     return near(answer, gain, 0.1, mistakes)
 
 
+# --- 10: a model of one's own -----------------------------------------------------------------------------------------
+
+
+def enough_rows(answer: int, train: int, held_out: int) -> Checked:
+    """Lesson 10: how many rows the first training has, which must be at least a hundred."""
+    if train < LEAST_ROWS:
+        return wrong("{train} rows are too few to learn from: add {more}", train=train, more=LEAST_ROWS - train)
+    return near(answer, train, 0, {tr("your questions are held out: nothing is trained on them"): train + held_out})
+
+
+def error_notes(answer: Mapping[int, str], errors: Sequence[int]) -> Checked:
+    """Lesson 10: a note for each of five errors, by the number of the row."""
+    for number, note in answer.items():
+        if number not in errors:
+            return wrong("row {number} is none of the errors", number=number)
+        if len(note.strip()) < SHORTEST_ANSWER:
+            return wrong("row {number}: say in a few words what went wrong", number=number)
+    missing = min(NOTES, len(errors)) - len(answer)
+    if missing > 0:
+        return wrong("errors without a note: {missing} more are to be read", missing=missing)
+    return right("notes on {count} errors", count=len(answer))
+
+
+def fair_comparison(answer: Sequence[str], differing: Sequence[str], times: Mapping[str, str]) -> Checked:
+    """Lesson 10: what differs between the two trainings, which may be the data alone; the baseline was there before."""
+    if len(times) < 3:
+        return wrong("there is one training so far: add rows, and run the lesson again")
+    if min(times, key=times.__getitem__) != "baseline":
+        return wrong("the baseline is younger than a training: take another RUN_NAME")
+    for name in answer:
+        if name not in differing:
+            return wrong("{name} is the same in both", name=name)
+    missing = set(differing) - set(answer)
+    if missing:
+        return wrong("more differs than that: {count}", count=len(missing))
+    if list(differing) != ["data"]:
+        return wrong("that is right, and no fair comparison: only the data should differ")
+    return right("only the data differs, and the baseline is older than both trainings")
+
+
 # --- 99: what went wrong ----------------------------------------------------------------------------------------------
 
 
@@ -536,6 +580,7 @@ OF_LESSON: Mapping[str, Sequence[Check]] = {
     "07_from_scratch": (token_counts, perplexity, easy_sentence, quiz),
     "08_export": (export_bytes, export_format, quiz),
     "09_benchmark": (highest_concurrency, server_gain, quiz),
+    "10_your_model": (enough_rows, error_notes, fair_comparison, quiz),
     "99_when_it_breaks": (named_curves, named_causes, quiz),
 }
 

@@ -51,8 +51,9 @@ from nbutils.record import Facts, RunFacts, RunFolder
 TRAINING = ("00_quickstart", "03_qlora")  # each leaves an adapter that lessons 04 and 05 take
 COURSE = ("01_environment", "02_data_prep", "03_qlora", "04_merge", "05_serve")
 LESSONS_ABOUT_ADAPTER = ("04_merge", "05_serve", "08_export", "09_benchmark")  # a new adapter outdates their facts
-LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark")  # their processes may use every GPU
+LAUNCHERS = ("05_serve", "06_scale_out", "09_benchmark", "10_your_model")  # their processes may use every GPU
 GPU_UNTESTED = ("06_scale_out", "99_when_it_breaks")  # each process of 06 tests its own; 99 is for broken ones
+SEVERAL_RUNS = ("06_scale_out", "10_your_model")  # they launch trainings to compare them
 LARGEST_ON_CPU = 1  # billions of parameters; without a GPU, no training of a larger model is begun
 NUMBER = Field(ge=0, le=2**32 - 1)
 LIMITS = {  # of a parameter by its name, else by its type
@@ -196,7 +197,7 @@ class Lesson(Machine):
 
     def launch(self, command: list[str], processes: int = 1, threads: int = 0, keep: Path | None = None) -> None:
         """Run the command line of a lesson; it ends with this kernel, and its runs go to `keep` or where ours go."""
-        calm = self.stem == "06_scale_out"  # of the three runs that it compares, only the progress is shown
+        calm = self.stem in SEVERAL_RUNS  # of each, only the progress is shown
         with notices.deferred():
             distributed.launch(command, keep or self.folders.keep, processes, threads, calm)
 
@@ -375,7 +376,8 @@ def _introduce(lesson: Lesson) -> None:
         model=resolved.model,
         folder=lesson.run.path,
     )
-    if lesson.parameters.get("DATA") and models.bundled_name(resolved.model):
+    own_rows = lesson.parameters.get("DATA") or lesson.parameters.get("DOCUMENTS")
+    if own_rows and models.bundled_name(resolved.model):
         say('[WARN] the tiny model learns only its sample task: PROFILE "laptop" is for rows of your own')
     if distributed.strategy():
         strategy = distributed.strategy_name(str(resolved.profile.method))

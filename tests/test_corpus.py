@@ -42,6 +42,20 @@ def test_the_bundled_rows_are_what_the_generator_writes_and_no_ticket_is_there_t
     assert set(json.loads(tickets[0])) == {"intent", "item", "count", "city", "day"}
 
 
+def test_the_documents_of_lesson_10_are_what_the_generator_writes_with_tickets_of_their_own(made: Path) -> None:
+    bundled_files = sorted(file for file in (SAMPLES / "your_model").rglob("*") if file.is_file())
+    assert len(bundled_files) == 9
+    for file in bundled_files:
+        again = made / file.relative_to(SAMPLES)
+        assert again.read_bytes() == file.read_bytes(), f"{file}: run python .ci/samples.py"
+    others = [(SAMPLES / name).read_text(encoding="utf-8") for name in ("train.jsonl", "eval.jsonl")]
+    for line in (SAMPLES / "your_model/questions.jsonl").read_text(encoding="utf-8").splitlines():
+        message, ticket = json.loads(line)["messages"]
+        for text in others:
+            assert json.dumps(message, ensure_ascii=False) not in text
+            assert json.dumps(ticket, ensure_ascii=False) not in text
+
+
 def test_the_bundled_pretraining_text_is_what_the_generator_writes(made: Path) -> None:
     name = "pretraining.jsonl.gz"
     bundled_file = (SAMPLES / name).read_bytes()

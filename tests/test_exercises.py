@@ -139,6 +139,30 @@ CASES = [
             ([*OWN[:2], {"question": "Where?", "answer": ""}], "row 3: "),
         ],
     ),
+    # --- 10
+    Cases(
+        exercises.enough_rows,
+        (120, 30),
+        120,
+        [(150, "held out"), (119, "hot, expected more"), (30, "cold")],
+    ),
+    Cases(
+        exercises.error_notes,
+        ([3, 8, 12, 17, 20, 29],),
+        {3: "no city", 8: "wrong day", 12: "no city", 17: "no count", 20: "no city"},
+        [
+            ({}, "5 more"),
+            ({3: "no city", 8: "wrong day"}, "3 more"),
+            ({3: "no city", 4: "wrong day"}, "row 4 is none"),
+            ({3: "no city", 8: " "}, "row 8: say"),
+        ],
+    ),
+    Cases(
+        exercises.fair_comparison,
+        (["data"], {"baseline": "2026-11-19T08:00:00+00:00", "a": "2026-11-19T09:00:00", "b": "2026-11-19T10:00:00"}),
+        ["data"],
+        [([], "more differs than that: 1"), (["data", "lora.r"], "lora.r is the same")],
+    ),
     # --- 99
     Cases(
         exercises.named_curves,
@@ -483,6 +507,24 @@ def test_the_course_names_the_curves_and_messages_of_lesson_99_like_its_solution
         [meant[letter]] for letter in names["my_causes"]
     ]
     assert exercises.named_curves(names["my_names"]).right and exercises.named_causes(names["my_causes"]).right
+
+
+def test_a_comparison_is_fair_only_after_a_baseline_and_with_equal_settings() -> None:
+    times = {"baseline": "2026-11-19T08:00:00+00:00", "a": "2026-11-19T09:00:00+00:00"}
+    once = exercises.fair_comparison([], [], times)
+    assert not once.right and "one training" in once.text
+    times["b"] = "2026-11-19T07:00:00+00:00"
+    younger = exercises.fair_comparison(["data"], ["data"], times)
+    assert not younger.right and "younger" in younger.text
+    times["b"] = "2026-11-19T10:00:00+00:00"
+    unequal = exercises.fair_comparison(["data", "lora.r"], ["data", "lora.r"], times)
+    assert not unequal.right and "only the data" in unequal.text
+
+
+def test_fewer_than_a_hundred_rows_are_not_enough_and_few_errors_need_few_notes() -> None:
+    assert "add 40" in exercises.enough_rows(60, 60, 30).text
+    assert exercises.error_notes({7: "no city"}, [7]).right
+    assert exercises.error_notes({}, []).right
 
 
 # --- the lessons ------------------------------------------------------------------------------------------------------

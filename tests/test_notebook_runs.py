@@ -152,6 +152,53 @@ def test_a_drive_that_vanishes_does_not_stop_the_training_and_is_not_written_int
     assert "works again" in log.read_text() and lesson_facts(kept.parents[1])["steps"] == 15
 
 
+# --- a model of one's own --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.serve
+@pytest.mark.timeout(1200)
+def test_a_model_of_ones_own_learns_from_the_tuned_one_and_ends_in_a_report(course_run: Path, tmp_path: Path) -> None:
+    """The Chinese lesson, solved: vLLM serves the teacher, two trainings differ in their rows alone."""
+    unneeded = shutil.ignore_patterns("notebooks", "checkpoints", "practice", "bench.*")
+    shutil.copytree(course_run, tmp_path / "tiny", ignore=unneeded)
+    printed = run_solved("10_your_model", tmp_path, "tiny", "PROFILE", "tiny", timeout=900)
+    run = tmp_path / "tiny"
+    entry = lesson_facts(run, "10_your_model")
+    scores = entry["exact_match"]
+    assert scores["prompt"] <= 0.1 and scores["few-shot"] <= 0.1, "the untuned model cannot do it"
+    assert 0.1 < scores["round-1"] < 0.9, "there are errors to read"
+    assert scores["round-2"] > scores["round-1"] + 0.1
+    assert list(sorted(entry["times"].values())) == list(entry["times"].values()), "the baseline came first"
+    first, second = (tmp_path / name for name in entry["times"] if name != "baseline")
+    assert lesson_facts(first)["examples"] >= 100
+    settings = [lesson_facts(trained)["settings"] for trained in (first, second)]
+    for setting in settings:
+        del setting["course.conversations_per_step"]  # it follows from the lengths of the rows
+    assert settings[0] == settings[1]
+    assert lesson_facts(first)["data_fingerprint"] != lesson_facts(second)["data_fingerprint"]
+
+    lines = (run / "your_model/written.jsonl").read_text(encoding="utf-8").split("\n")
+    written = [json.loads(line) for line in lines if line]
+    assert len(written) == 300 and not any(entry["problem"] for entry in written)
+    right = [json.loads(entry["pairs"][0]["answer"]).keys() for entry in written]
+    assert all(list(keys) == ["intent", "item", "count", "city", "day"] for keys in right)
+    folder = files.SAMPLES / "your_model/first"
+    for span in (entry["span"] for entry in written if entry["span"]["file"] == "chat.txt"):
+        texts = [(folder.parent / part / "chat.txt").read_text(encoding="utf-8") for part in ("first", "more")]
+        assert span["text"] in [text[span["start"] : span["end"]] for text in texts]
+
+    report = (run / "report_your_model.md").read_text(encoding="utf-8")
+    assert report in printed.replace("\\n", "\n")
+    assert report.count("不对的字段：") == 5
+    assert "第二次训练" in report and "data" in report
+
+    again = python(ROOT / "notebooks/zh/10_your_model.py", "--PROFILE", "tiny", home=tmp_path)  # a plain script
+    assert "300 个文段中还有 0 个要问" in again.stdout
+    assert not any(line.startswith("  | ") for line in again.stdout.splitlines()), "nothing is trained again"
+    repeated = lesson_facts(run, "10_your_model")
+    assert (repeated["times"], repeated["exact_match"]) == (entry["times"], scores)
+
+
 # --- a hybrid model ---------------------------------------------------------------------------------------------------
 
 

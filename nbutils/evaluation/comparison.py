@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nbutils import data, display, files, record
-from nbutils.chat import may_skip_thinking
+from nbutils.chat import Row, may_skip_thinking
 from nbutils.config import Profile
 from nbutils.data.evidence import ALPHA, DECIDING, LEAST_ROWS
 from nbutils.data.texts import shown
@@ -278,7 +278,14 @@ def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -
     Example:
         display.show_table(score_table(model.evaluator, {"tuned": model.ask(server)}))
     """
-    results = [evaluator.result(name, model_answers) for name, model_answers in answers.items()]
+    return result_table({name: evaluator.result(name, model_answers) for name, model_answers in answers.items()})
+
+
+def result_table(results: Mapping[str, Result]) -> Table:
+    """A table of the mean scores of several results, by name.
+
+    Example: display.show_table(result_table({"base": comparison.base, "tuned": comparison.tuned}))
+    """
     table = []
     for score in (
         "exact_match",
@@ -286,7 +293,7 @@ def score_table(evaluator: Evaluator, answers: Mapping[str, Sequence[Answer]]) -
         "rouge_l",
         "stopped",
     ):
-        means = {result.name: result.estimate(score) for result in results}
+        means = {name: result.estimate(score) for name, result in results.items()}
         table.append(_table_row(score, means))
     return table
 
@@ -296,11 +303,20 @@ def _masked_text(value: Any) -> str:
     return "\n".join(map(shown, str(value or "").split("\n")))
 
 
-def open_evaluator(run: RunFolder, profile: Profile, folder: Path, *, in_4_bits: bool = False) -> Evaluator:
-    """The held-out rows for the model in `folder`; rows that do not fit it, or a server of it, are left out."""
+def open_evaluator(
+    run: RunFolder,
+    profile: Profile,
+    folder: Path | str,
+    *,
+    in_4_bits: bool = False,
+    rows: Sequence[Row] | None = None,
+    subject: str = "",
+) -> Evaluator:
+    """The held-out rows, or others, for the model in `folder`; those that do not fit it, or a server, are left out."""
     from transformers import AutoConfig, AutoTokenizer
 
-    _, held_out = data.load(run.data)
+    if rows is None:
+        _, rows = data.load(run.data)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     course = profile.course
@@ -308,10 +324,11 @@ def open_evaluator(run: RunFolder, profile: Profile, folder: Path, *, in_4_bits:
     return Evaluator(
         run.path,
         tokenizer,
-        held_out,
+        rows,
         Size(course.evaluation_rows, course.evaluation_batch_size, course.max_new_tokens),
         f"{dtype}, {IN_4_BITS}" if in_4_bits else dtype,
-        thinking=False if may_skip_thinking(tokenizer, held_out) else None,
+        subject,
+        thinking=False if may_skip_thinking(tokenizer, rows) else None,
         limit=min(config.get_text_config().max_position_embeddings, profile.vllm.max_model_len),
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbutils import files, hardware, merging, platforms
+from nbutils import files, hardware, merging, models, platforms
 from nbutils.config import Profile
 from nbutils.language import tr
 
@@ -46,8 +46,8 @@ class Placement:
         hardware.free_memory()
 
 
-def place_model(model: str, adapter: Path, profile: Profile) -> Placement:
-    """Whether a model of the profile's precision fits into free memory, and how to load it.
+def place_model(model: str, adapter: Path | None, profile: Profile) -> Placement:
+    """Whether a model of the profile's precision fits into free memory, and how to load it; without an adapter as well.
 
     Example:
         placement = place_model(lesson.model, lesson.run.adapter, lesson.profile)
@@ -57,7 +57,10 @@ def place_model(model: str, adapter: Path, profile: Profile) -> Placement:
 
     dtype = profile.from_pretrained.dtype
     gpu = hardware.gpu()
-    gib = merging.size_gib(model, adapter, dtype)
+    if adapter:
+        gib = merging.size_gib(model, adapter, dtype)
+    else:
+        gib = models.find_shape(model).params * (4 if dtype == "float32" else 2) / files.GIB
     fits = fit(gib, gpu)
     reason = tr("{gib:.1f} GiB of weights fit into the free memory", gib=gib)
     if not fits:
