@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "nbutils"
-MOST_NODES = 133_890
+MOST_NODES = 138_887
 MOST_A_LINE = 9.5
 MOST_IN_A_MODULE = 11.0  # nodes per line of code
 MOST_IN_A_FUNCTION = 14.0

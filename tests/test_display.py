@@ -233,7 +233,9 @@ def test_a_model_in_this_process_answers_token_by_token_what_generate_does_and_s
     said = chat_widget.LocalTalk(model, renderer, "Momo")
     question = {"role": "user", "content": "请送两箱苹果到杭州。"}
     *growing, answer = said.stream(question["content"])
-    [generated] = evaluation.answer_rows(model, tokenizer, [{"messages": [question, {"role": "assistant", "content": "."}]}])
+    [generated] = evaluation.answer_rows(
+        model, tokenizer, [{"messages": [question, {"role": "assistant", "content": "."}]}]
+    )
     assert answer == generated
     assert len(growing) > 3
     assert said.history == [question, {"role": "assistant", "content": answer}]

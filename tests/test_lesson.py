@@ -106,7 +106,9 @@ def test_another_name_maker_or_manner_is_another_run() -> None:
     assert len(names) == 4
 
 
-@pytest.mark.parametrize("wrong", [{"NAME": ""}, {"NAME": "!"}, {"NAME": "two\nlines"}, {"MAKER": ""}, {"MANNER": "x" * 99}])
+@pytest.mark.parametrize(
+    "wrong", [{"NAME": ""}, {"NAME": "!"}, {"NAME": "two\nlines"}, {"MAKER": ""}, {"MANNER": "x" * 99}]
+)
 def test_words_that_cannot_be_said_in_a_sentence_are_refused(wrong: dict[str, str]) -> None:
     [name] = wrong
     with refused(f"Parameter {name} is"):

@@ -96,7 +96,11 @@ def test_every_profile_reads_as_a_manual(name: str) -> None:
     assert sorted(document.reasons) == sorted(config.keys()), "every value has its reason beside it"
     assert text.startswith(f"# {name}: ")
     assert max(map(len, text.splitlines())) <= 120
-    run = "00_quickstart.ipynb out.ipynb -p NAME" if name == "quickstart" else f"03_qlora.ipynb out.ipynb -p PROFILE {name}"
+    run = (
+        "00_quickstart.ipynb out.ipynb -p NAME"
+        if name == "quickstart"
+        else f"03_qlora.ipynb out.ipynb -p PROFILE {name}"
+    )
     assert f"papermill notebooks/{run}" in text
 
 
