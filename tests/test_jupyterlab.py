@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from support import ROOT, wait_for
 from test_site import browser  # noqa: F401  # a fixture
 
@@ -25,6 +26,7 @@ from nbutils.serving.server import free_port
 
 pytestmark = [pytest.mark.long, pytest.mark.notebook, pytest.mark.serve, pytest.mark.timeout(1200)]
 ALL_CELLS = {"windowingMode": "none"}  # else those out of view leave the page
+PROMPTS = ".jp-CodeCell .jp-InputArea-prompt"
 LIVE = """() => {  // what the box of a training has shown, each text once
   window.shown = new Set();
   setInterval(() => {
@@ -34,7 +36,7 @@ LIVE = """() => {  // what the box of a training has shown, each text once
 }"""
 STOP_WHILE_IT_GROWS = """() => {  // the texts of the chat; Stop is pressed at the third
   window.said = [];
-  const box = document.querySelector(".widget-html-content");
+  const box = [...document.querySelectorAll(".widget-html-content")].at(-1);
   const stop = [...document.querySelectorAll(".widget-button")].at(-1);
   new MutationObserver(() => {
     window.said.push(box.innerText);
@@ -64,20 +66,25 @@ class Lab:
         (self.folder / f"{stem}.ipynb").write_text(notebook, encoding="utf-8")
         self.page.goto(f"{self.address}/lab/tree/{stem}.ipynb?reset&token={self.token}")
         self.page.wait_for_selector(".jp-NotebookPanel .jp-CodeCell", timeout=90_000)
-        self.page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=90_000)
         self.page.evaluate(LIVE)
+        wait_for(self._kernel_is_idle)
+        self.page.wait_for_timeout(2000)  # the page hears of it later than this test
         self.page.click(".lm-MenuBar-item:has-text('Run')")
         self.page.click(".lm-Menu-item:has-text('Run All Cells') >> nth=0")
 
+    def _kernel_is_idle(self) -> bool:
+        """Whether the page is connected to a kernel that waits: before, it answers Run All with a dialog."""
+        asked = requests.get(f"{self.address}/api/kernels", params={"token": self.token}, timeout=10)
+        return any(kernel["connections"] and kernel["execution_state"] == "idle" for kernel in asked.json())
+
     def wait_until_done(self, seconds: int) -> None:
         """Wait until every cell of code has a number, and none of them ended with an error."""
-        prompts = ".jp-CodeCell .jp-InputArea-prompt"
-        done = f"[...document.querySelectorAll('{prompts}')].every((prompt) => /\\d/.test(prompt.textContent))"
+        done = f"[...document.querySelectorAll('{PROMPTS}')].every((prompt) => /\\d/.test(prompt.textContent))"
         failed = ".jp-RenderedText[data-mime-type='application/vnd.jupyter.error']"
         deadline = time.monotonic() + seconds
         while not self.page.evaluate(done):
             assert self.page.locator(failed).count() == 0, self.page.locator(failed).first.inner_text()[-2000:]
-            assert time.monotonic() < deadline, self.page.locator(prompts).all_inner_texts()
+            assert time.monotonic() < deadline, self.page.locator(PROMPTS).all_inner_texts()
             time.sleep(1)
         assert self.page.locator(failed).count() == 0, self.page.locator(failed).first.inner_text()[-2000:]
 
@@ -117,7 +124,7 @@ def test_the_live_box_of_a_training_changes_and_no_cell_fails(lab: Lab) -> None:
 def test_the_chat_answers_in_pieces_and_stops(lab: Lab) -> None:
     lab.run_all("05_serve", PROFILE="tiny", KEEP_RUNNING=True)
     lab.wait_until_done(600)
-    question = lab.page.locator(".widget-text input")
+    question = lab.page.locator(".widget-text input").last
     lab.page.evaluate(STOP_WHILE_IT_GROWS)
     for number, text in enumerate(("Where is my order of 12 pens?", "Please send 3 books to Wuhan.")):
         lab.page.evaluate(f"() => {{ window.said.length = 0; window.stopAt = {3 * number}; }}")
