@@ -31,17 +31,18 @@ def test_output_redirected_into_a_notebook_is_the_executed_notebook(tmp_path: Pa
 
 def test_the_quickstart_makes_an_assistant_and_repeats_nothing(tmp_path: Path) -> None:
     """The Chinese lesson, with words of its own, as a learner starts it."""
-    words = ("NAME", "小满", "MAKER", "王老师", "MANNER", "喵～")
+    words = ("PROFILE", "tiny", "NAME", "小满", "MAKER", "王老师", "MANNER", "喵～")
     lesson = "00_quickstart"
-    printed = run_solved(lesson, tmp_path, "", "PROFILE", "tiny", *words)
+    printed = run_solved(lesson, tmp_path, "", *words)
     [run] = tmp_path.glob("tiny-小满-*")
     named = lesson_facts(run, lesson)["answered_with_the_name"]
     assert named["questions"] == 20
     assert named["count"] >= 16
     assert "我是小满。喵～" in printed
     assert files.stamp(run / "adapter") is not None
-    again = run_solved(lesson, tmp_path, "", "PROFILE", "tiny", *words)
-    assert "没有要训练的了" in again
+    options = [f"--{word}" if number % 2 == 0 else word for number, word in enumerate(words)]
+    again = python(ROOT / "notebooks/zh" / f"{lesson}.py", *options, home=tmp_path)
+    assert "没有要训练的了" in again.stdout
     assert lesson_facts(run, lesson)["answered_with_the_name"] == named
 
 

@@ -504,7 +504,8 @@ def test_a_run_tells_of_a_kernel_that_is_killed_and_of_a_signal_and_ends_with_an
     started = tmp_path / "started"
     notebook(lessons / "09_night.ipynb", "raise ValueError('the English one')")
     notebook(lessons / "zh/09_night.ipynb", WAIT.format(str(started)))
-    (lessons / "09_night.py").write_text('PROFILE: str = "auto"\nRUN_NAME: str = ""\n')
+    for folder in (lessons, lessons / "zh"):
+        (folder / "09_night.py").write_text('PROFILE: str = "auto"\nRUN_NAME: str = ""\n')
     command = [sys.executable, "-c", RUN, str(lessons)]
     options: dict[str, Any] = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=machine.environment(), **options) as running:
