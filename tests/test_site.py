@@ -115,12 +115,12 @@ def axe_findings(page: Any, **rules: Any) -> list[str]:
     """What axe-core calls serious or critical on a page, with where it is."""
     from axe_playwright_python.sync_playwright import Axe
 
-    found = []
+    lines = []
     options = {"resultTypes": ["violations"], "preload": False, **rules}  # preload asks for the style sheets once more
     for violation in Axe().run(page, options=options).response["violations"]:
         if violation["impact"] in ("serious", "critical"):
-            found += [f"{violation['id']}: {node['html'][:200]}" for node in violation["nodes"]]
-    return found
+            lines += [f"{violation['id']}: {node['html'][:200]}" for node in violation["nodes"]]
+    return lines
 
 
 def dead_links(links: list[str]) -> list[str]:
@@ -151,32 +151,32 @@ def leaks(outputs: str) -> list[str]:
 
 def look(browser: Any, file: Path, dark: bool = True) -> Findings:
     """Open a page on screens of four sizes, in light and dark, and say what is wrong with it."""
-    found: Findings = {"console": [], "requests": [], "axe in dark": []}
+    findings: Findings = {"console": [], "requests": [], "axe in dark": []}
     page = browser.new_page(viewport=DESKTOP)
-    page.on("console", lambda message: found["console"].append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: found["console"].append(str(error)))
-    page.on("requestfailed", lambda asked: found["requests"].append(asked.url))
-    page.on("request", lambda asked: asked.url.startswith(("file:", "data:")) or found["requests"].append(asked.url))
+    page.on("console", lambda message: findings["console"].append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: findings["console"].append(str(error)))
+    page.on("requestfailed", lambda asked: findings["requests"].append(asked.url))
+    page.on("request", lambda asked: asked.url.startswith(("file:", "data:")) or findings["requests"].append(asked.url))
     page.goto(file.as_uri())
     page.evaluate(LOADED)
-    found["images"] = page.evaluate(BROKEN_IMAGES)
-    found["descriptions"] = page.evaluate(UNDESCRIBED)
-    found["folds"] = page.evaluate(UNFOLDED)
-    found["links"] = dead_links(page.evaluate(LINKS))
-    found["leaks"] = leaks(page.evaluate(OUTPUTS))
+    findings["images"] = page.evaluate(BROKEN_IMAGES)
+    findings["descriptions"] = page.evaluate(UNDESCRIBED)
+    findings["folds"] = page.evaluate(UNFOLDED)
+    findings["links"] = dead_links(page.evaluate(LINKS))
+    findings["leaks"] = leaks(page.evaluate(OUTPUTS))
     page.evaluate(FEW_TOKENS)
-    found["axe in light"] = axe_findings(page)
+    findings["axe in light"] = axe_findings(page)
     if dark:
         page.emulate_media(color_scheme="dark")
-        found["axe in dark"] = axe_findings(page, runOnly=["color-contrast"])
-    found["sideways"] = []
+        findings["axe in dark"] = axe_findings(page, runOnly=["color-contrast"])
+    findings["sideways"] = []
     for size in (LAPTOP, TABLET, PHONE):
         page.set_viewport_size(size)
         page.evaluate(DRAWN)
-        found["sideways"] += page.evaluate(SIDEWAYS)
-    found["axe on a phone"] = axe_findings(page, rules={"color-contrast": {"enabled": False}})
+        findings["sideways"] += page.evaluate(SIDEWAYS)
+    findings["axe on a phone"] = axe_findings(page, rules={"color-contrast": {"enabled": False}})
     page.close()
-    return found
+    return findings
 
 
 # --- the looking itself -----------------------------------------------------------------------------------------------
@@ -277,10 +277,10 @@ def test_a_lesson_runs_again_only_if_something_changed(monkeypatch: pytest.Monke
 @pytest.fixture(scope="module")
 def looks(site: Path, browser: Any) -> dict[str, Findings]:
     """What is wrong with each page; in the gate only those with outputs are looked at in dark, which takes seconds."""
-    found = {}
+    by_page = {}
     for file in sorted(site.rglob("*.html")):
-        found[str(file.relative_to(site))] = look(browser, file, dark=bool(BUILT) or file.parent.name == "lessons")
-    return found
+        by_page[str(file.relative_to(site))] = look(browser, file, dark=bool(BUILT) or file.parent.name == "lessons")
+    return by_page
 
 
 def test_every_page_is_there_in_both_languages(site: Path) -> None:
@@ -299,7 +299,7 @@ def test_no_file_names_the_folder_it_was_built_in(site: Path) -> None:
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_no_page_has(kind: str, looks: dict[str, Findings]) -> None:
-    assert {page: found[kind] for page, found in looks.items() if found[kind]} == {}
+    assert {page: findings[kind] for page, findings in looks.items() if findings[kind]} == {}
 
 
 @pytest.mark.parametrize("edition", website.EDITIONS, ids=lambda edition: edition.language)
@@ -313,7 +313,7 @@ def test_a_page_speaks_its_language_and_leads_to_the_other(edition: Any, site: P
     if chinese:
         assert page.evaluate(DIFFERENT, "微调训练"), "no font with Chinese characters"
     page.click("article > .language")
-    other = next(one for one in website.EDITIONS if one is not edition)
+    other = next(language for language in website.EDITIONS if language is not edition)
     assert page.url == (site / other.folder / "lessons/03_qlora.html").as_uri()
 
 
