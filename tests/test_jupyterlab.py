@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import requests
 from support import ROOT, wait_for
-from test_site import browser  # noqa: F401  # a fixture
+from test_site import browser, chromium  # noqa: F401  # fixtures
 
 from nbutils.serving.server import free_port
 

@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -68,22 +69,32 @@ DIFFERENT = """(characters) => {
 Findings = dict[str, list[str]]
 
 
-def chromium(playwright: Any) -> str:
-    """The path of a Chromium on this machine; without one a test cannot look, which is a failure in CI."""
-    own = playwright.chromium.executable_path
-    path = shutil.which("chromium") or shutil.which("google-chrome") or (own if Path(own).exists() else "")
-    if not path:
-        missing = "no Chromium: apt-get install chromium, or python -m playwright install --with-deps chromium"
-        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
-    return path
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The path of a Chromium on this machine; without one these tests cannot look, which is a failure in CI."""
+    missing = (
+        "no browser: pip install -e '.[site]'; apt-get install chromium, or playwright install --with-deps chromium"
+    )
+    with suppress(ImportError):
+        from playwright.sync_api import sync_playwright
+
+        with sync_playwright() as playwright:
+            own = playwright.chromium.executable_path
+        path = shutil.which("chromium") or shutil.which("google-chrome") or own
+        if Path(path).exists():
+            return path
+    if os.environ.get("CI"):
+        pytest.fail(missing)
+    pytest.skip(missing)
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """A Chromium without a window."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[site]'")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=chromium(playwright), args=["--no-sandbox"])
+def browser(chromium: str) -> Iterator[Any]:
+    """A Chromium without a window; it ends with this file, as its event loop is in the way of others."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         yield started
         started.close()
 
@@ -96,7 +107,7 @@ if BUILT:
 
 
 @pytest.fixture(scope="module")
-def site(course_run: Path, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(chromium: str, course_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the site."""
     if BUILT:
         return Path(BUILT).resolve()
