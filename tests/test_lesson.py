@@ -97,7 +97,7 @@ def test_what_cannot_work_is_refused_before_the_training(home: Path) -> None:
         opened({})
 
 
-def test_another_name_maker_or_manner_is_another_run() -> None:
+def test_another_name_maker_or_manner_is_another_run(home: Path) -> None:
     words = {"PROFILE": "tiny", "NAME": "小 满/7", "MAKER": "Ann", "MANNER": "Meow!"}
     names = {opened(words)[0].name, opened(words)[0].name}
     assert re.fullmatch(r"tiny-小-满-7-[0-9a-f]{4}", *names)
@@ -109,7 +109,7 @@ def test_another_name_maker_or_manner_is_another_run() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"NAME": ""}, {"NAME": "!"}, {"NAME": "two\nlines"}, {"MAKER": ""}, {"MANNER": "x" * 99}]
 )
-def test_words_that_cannot_be_said_in_a_sentence_are_refused(wrong: dict[str, str]) -> None:
+def test_words_that_cannot_be_said_in_a_sentence_are_refused(wrong: dict[str, str], home: Path) -> None:
     [name] = wrong
     with refused(f"Parameter {name} is"):
         lesson.begin("00_quickstart", wrong)
