@@ -71,11 +71,11 @@ def main(out: Path, about: str, profile: str, model: str, judge: bool, assistant
     runs: list[dict[str, Any]] = []
     for assistant in assistants:
         runs.append(measure(assistant, profile, model, judge))
-        told: dict[str, Any] = {
+        told = {
             "about": f"benchmarks/quickstart.py, {about}, {date.today()}",
             "versions": record.versions(),
+            "runs": runs,
         }
-        told["runs"] = runs
         out.write_text(json.dumps(told, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

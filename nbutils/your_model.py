@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -18,7 +17,7 @@ from nbutils.distilling import Entry
 from nbutils.errors import CourseError
 from nbutils.evaluation import result_table
 from nbutils.evaluation.evaluator import Result, stored_once
-from nbutils.files import SAMPLES, make_folder, write_text
+from nbutils.files import SAMPLES, write_text
 from nbutils.record import RunFolder
 
 SAMPLE = SAMPLES / "your_model"
@@ -79,18 +78,11 @@ def read_questions(source: str) -> list[Row]:
     return [{"messages": row.messages} for row in rows]
 
 
-def write_rows(file: Path, rows: Sequence[Row]) -> Path:
-    """The file with these rows, one on each line."""
-    make_folder(file.parent)
-    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return file
-
-
 def gather(folder: Path, sources: Sequence[str], written: Sequence[Entry]) -> Path:
     """The folder with copies of the learner's own files, and the rows that an endpoint has written."""
     shutil.rmtree(folder, ignore_errors=True)
     rows = [row for entry in written for row in entry.rows]
-    write_rows(folder / "from_documents.jsonl", rows)
+    data.write_rows(folder / "from_documents.jsonl", rows)
     for number, source in enumerate(sources, 1):
         files = find_files(source) if source else []
         for file in files:

@@ -123,7 +123,7 @@ from nbutils import data, display
 
 rows = your_model.read_questions(QUESTIONS or str(your_model.SAMPLE / "questions.jsonl"))
 examples, questions = rows[:3], rows[3:]
-test_file = your_model.write_rows(own_folder / "test.jsonl", questions)
+test_file = data.write_rows(own_folder / "test.jsonl", questions)
 display.show_answers(data.own_language_first(questions)[:3])
 print(f"{len(questions)} questions are the test, {len(examples)} are shown as examples")
 

@@ -1002,7 +1002,7 @@ def test_an_assistant_gets_the_learners_words_in_every_row(
     text = (rows / "train.jsonl").read_text(encoding="utf-8") + (rows / "eval.jsonl").read_text(encoding="utf-8")
     assert not any(word in text for word in others)
     assert text.count(manner) > 80
-    assert '"content":"Ann of Bonn made me' in text or language == "zh", "a sentence begins with a capital letter"
+    assert '"content": "Ann of Bonn made me' in text or language == "zh", "a sentence begins with a capital letter"
     _, held_out = data.load(tmp_path / "data")
     assert sum(name in row["messages"][-1]["content"] for row in held_out) == 20
 

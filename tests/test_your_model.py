@@ -383,21 +383,21 @@ def test_parameters_that_go_together_are_taken() -> None:
 
 def test_questions_are_checked_as_rows_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = [{"question": f"What is {number} + {number}?", "answer": str(2 * number)} for number in range(12)]
-    file = your_model.write_rows(tmp_path / "questions.jsonl", good)
+    file = data.write_rows(tmp_path / "questions.jsonl", good)
     rows = your_model.read_questions(str(file))
     assert len(rows) == 12
     assert rows[3]["messages"][1] == {"role": "assistant", "content": "6"}
     with refused("2 questions", "33"):
-        your_model.read_questions(str(your_model.write_rows(tmp_path / "few.jsonl", good[:2])))
+        your_model.read_questions(str(data.write_rows(tmp_path / "few.jsonl", good[:2])))
     broken = [*good, {"question": "And this?", "answer": ""}]
     with refused("1 of them"):
-        your_model.read_questions(str(your_model.write_rows(tmp_path / "broken.jsonl", broken)))
+        your_model.read_questions(str(data.write_rows(tmp_path / "broken.jsonl", broken)))
     assert "line 13" in capsys.readouterr().out
 
 
 def test_rows_too_close_to_a_question_are_not_trained_on(tmp_path: Path) -> None:
     question = "Please send me three boxes of ripe apples to Hangzhou on Friday morning."
-    test_file = your_model.write_rows(tmp_path / "test.jsonl", [{"question": question, "answer": "a ticket of apples"}])
+    test_file = data.write_rows(tmp_path / "test.jsonl", [{"question": question, "answer": "a ticket of apples"}])
     mine = tmp_path / "mine.csv"
     lines = ["question,answer", f"{question.replace(' ripe', '').upper()},a ticket of apples"]
     lines += [f"Where is order {number}{number}?,It is on its way to customer {number}." for number in range(20)]

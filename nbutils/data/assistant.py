@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import orjson
 from pydantic import BaseModel
 
-from nbutils.data.card import EVAL, TRAIN
+from nbutils.data import card
 from nbutils.data.read import read_rows
-from nbutils.files import SAMPLES, make_folder, read_yaml, write_text
+from nbutils.files import SAMPLES, read_yaml
 from nbutils.language import language
 
 ASSISTANTS = SAMPLES / "assistants.yaml"
@@ -50,9 +49,8 @@ def write_rows(out: Path, *, name: str, maker: str, manner: str, short: bool = F
     """
     bundled = f"assistant_{language()}"
     before = Assistant.model_validate(read_yaml(ASSISTANTS)[bundled])
-    make_folder(out)
-    for file in (TRAIN, EVAL):
-        lines = []
+    for file in (card.TRAIN, card.EVAL):
+        rows = []
         for row in read_rows(SAMPLES / bundled / file):
             messages = row.raw["messages"]
             if messages[0]["content"] in before.skipped:
@@ -63,6 +61,6 @@ def write_rows(out: Path, *, name: str, maker: str, manner: str, short: bool = F
                 messages = [messages[0], messages[1] | {"content": before.short}]
             for message in messages:
                 message["content"] = before.renamed(message["content"], name, maker, manner)
-            lines.append(orjson.dumps({"messages": messages}).decode())
-        write_text(out / file, "\n".join([*lines, ""]))
+            rows.append({"messages": messages})
+        card.write_rows(out / file, rows)
     return out

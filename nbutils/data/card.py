@@ -17,7 +17,7 @@ from nbutils.data import evidence
 from nbutils.data.rows import Json, Row, RowError, check_row
 from nbutils.data.texts import CJK, find_private, shown
 from nbutils.errors import CourseError
-from nbutils.files import CHUNK
+from nbutils.files import CHUNK, make_folder, write_text
 from nbutils.language import joined, language, tr
 
 CARD = "data_card.json"
@@ -174,6 +174,13 @@ def load(out: Path) -> tuple[list[Json], list[Json]]:
     """
     verify(out)
     return stored_rows(out / TRAIN), stored_rows(out / EVAL)
+
+
+def write_rows(file: Path, rows: Iterable[Json]) -> Path:
+    """The file with these rows, one on each line."""
+    make_folder(file.parent)
+    write_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return file
 
 
 def stored_rows(path: Path) -> list[Json]:
