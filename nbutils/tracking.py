@@ -27,7 +27,7 @@ from nbutils.config import SFT
 from nbutils.display import Point, finite
 from nbutils.files import fs_root, make_folder, read_json, read_object, write_json
 from nbutils.language import joined, say, tr
-from nbutils.masking import mask_secrets
+from nbutils.masking import describe, mask_secrets
 from nbutils.plan import gpus
 from nbutils.record import Facts, reading
 
@@ -76,10 +76,16 @@ def report_to(sft: SFT, scratch: Path) -> list[str]:
 
 
 def _begin_wandb(logs: Path, run: str) -> str:
-    """Start a W&B run; how."""
+    """Start a W&B run; how, or empty where W&B's own program does not start."""
     import wandb
+    from wandb.sdk import wandb_setup
 
     os.environ |= {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
+    try:
+        wandb_setup.singleton().ensure_service()  # where this fails, wandb.setup() would wait for itself for ever
+    except Exception as problem:  # no permission to execute it, as on a mounted Drive
+        say("[WARN] W&B is not used: its program does not start ({problem}).", problem=describe(problem))
+        return ""
     with redirect_stderr(io.StringIO()):  # it is silent only once it has looked for the name of this notebook
         wandb.setup()
     wandb.finish()  # of an earlier run of this cell

@@ -566,6 +566,23 @@ def test_wandb_is_offline_in_the_run_folder(tmp_path: Path, capsys: Any) -> None
     assert os.environ["TENSORBOARD_LOGGING_DIR"] == str(tmp_path / "logs/tensorboard")
 
 
+@pytest.mark.slow
+def test_a_wandb_that_cannot_start_its_program_costs_no_training(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from types import SimpleNamespace\n"
+        "from wandb.sdk.lib.service import service_process\n"
+        "service_process.get_core_path = lambda: sys.argv[1]\n"
+        "from nbutils import tracking\n"
+        "print(tracking.report_to(SimpleNamespace(), Path(sys.argv[2])))\n"
+    )
+    (tmp_path / "wandb-core").write_text("a file that nobody may execute")
+    command = [sys.executable, "-c", script, str(tmp_path / "wandb-core"), str(tmp_path)]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}  # nor a running service
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert "['tensorboard']" in done.stdout, done.stderr
+    assert "W&B is not used" in done.stdout
+
+
 GOOD_KEY = "k" * 40
 
 

@@ -67,7 +67,7 @@ def read_pages(file: Path, ending: str) -> Pages:
                 most=LARGEST_FILE >> 20,
             )
         pages = READERS[ending](file)
-    except CourseError:
+    except (CourseError, ImportError):
         raise
     except Exception as problem:  # the errors are of several libraries
         raise CourseError(
