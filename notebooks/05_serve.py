@@ -448,8 +448,9 @@ lesson.check(exercises.quiz, my_choice, lesson.stem)
 # - an idea of what happens inside: decoding by hand, temperature, the KV cache, and a picture of 32 requests at once,
 # - proof that the server gives the answers of lesson 04, and a chat with your model.
 #
-# That is the course. Four more lessons go further: lesson 06 trains on several GPUs, lesson 07 trains a small model from scratch,
-# lesson 08 makes smaller files of your model, and lesson 09 measures how fast it is served.
+# That is the course. Now take a task of your own: lesson 10 goes with you from one sentence to a report. Four more lessons go further:
+# lesson 06 trains on several GPUs, lesson 07 trains a small model from scratch, lesson 08 makes smaller files of your model, and lesson
+# 09 measures how fast it is served.
 
 # %%
 lesson.finish(same_answers, same_model, engine=environment.engine, startup_seconds=round(startup_seconds, 1))

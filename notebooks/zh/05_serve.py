@@ -401,6 +401,6 @@ lesson.check(exercises.quiz, my_choice, lesson.stem)
 # - 看清服务内部：手写解码、温度、KV cache，还有一张 32 个请求同时计算的图；
 # - 一份证明：服务的回答和第 04 课一致；还能和你的模型聊天。
 #
-# 课程的主线到此结束。还有四课可以深入：第 06 课用多块 GPU 训练，第 07 课从头训练一个小模型，第 08 课把你的模型导出成更小的文件，第 09 课测量服务有多快。
+# 课程的主线到此结束。接下来做你自己的任务：第 10 课带你从一句话的任务走到一份报告。还有四课可以深入：第 06 课用多块 GPU 训练，第 07 课从头训练一个小模型，第 08 课把你的模型导出成更小的文件，第 09 课测量服务有多快。
 # %%
 lesson.finish(same_answers, same_model, engine=environment.engine, startup_seconds=round(startup_seconds, 1))
