@@ -35,13 +35,13 @@ import psutil
 import sync
 import yaml
 
-from nbutils import lesson
 from nbutils.files import write_json
 from nbutils.masking import mask_secrets
 
 ROOT = sync.ROOT
 PARTS = ROOT / "docs/site"
 TEXTS = yaml.safe_load((PARTS / "texts.yaml").read_text(encoding="utf-8"))
+TRAINS_OTHERS = ("00_quickstart", "07_from_scratch")
 FOLDED = {"setup", "language", "injected-parameters"}
 LEARNED = re.compile(r"(?m)^\| `(\d\d_\w+)` \| (.+) \|$")  # the README's table of lessons
 LINK = re.compile(r"(?s)```.*?```|`[^`\n]*`|(!?)\[((?:`[^`]*`|[^][`])*)\]\(([^()\s]+)\)")  # code is left alone
@@ -127,11 +127,8 @@ def execute(edition: Edition, folder: Path) -> Path:
 
 
 def run_name(source: Path) -> str:
-    """The run of a lesson; one outside 01 to 05 that keeps checkpoints trains something else, and has its own."""
-    trains_something_else = source.stem not in lesson.COURSE and "RESUME" in lesson.declared_in(
-        source.with_suffix(".py")
-    )
-    return source.stem if trains_something_else else "tiny"
+    """The run of a lesson; one that trains something else than the course does has its own."""
+    return source.stem if source.stem in TRAINS_OTHERS else "tiny"
 
 
 def executed_copy(source: Path, home: Path) -> Path | None:

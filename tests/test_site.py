@@ -20,6 +20,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from support import ROOT, python
 
+from nbutils import lesson
+
 sys.path.insert(0, str(ROOT / ".ci"))
 import website
 
@@ -120,6 +122,11 @@ def site(chromium: str, course_run: Path, tmp_path_factory: pytest.TempPathFacto
         python("-m", "nbutils", "run", "--profile", "tiny", "--only", "02", home=runs / "zh")
     python(ROOT / ".ci/website.py", "--executed", runs, "--out", folder, home=runs, timeout=600)
     return folder / "html"
+
+
+def test_lessons_that_train_different_rows_have_runs_of_their_own() -> None:
+    trained = {website.run_name(ROOT / f"notebooks/{stem}.ipynb") for stem in (*lesson.TRAINING, "07_from_scratch")}
+    assert len(trained) == 3
 
 
 def axe_findings(page: Any, **rules: Any) -> list[str]:
