@@ -16,8 +16,8 @@ LESSONS = $(shell git ls-files 'notebooks/*.py')
 
 .PHONY: quickstart course test test-fast test-long test-gpu sync lint graph bench wheels kaggle site site-test clean
 
-quickstart: $(VENV)/ready  ## lesson 00, headless: ARGS='-p NAME Momo'
-	$(PY) -m nbutils run --only 00 $(ARGS)
+quickstart: $(VENV)/ready  ## lesson 00 in the terminal: ARGS='--NAME Momo'
+	$(PY) "$$($(PY) -c 'from nbutils import course; print(course.edition())')/00_quickstart.py" $(ARGS)
 
 course: $(VENV)/ready  ## lessons 01-05, headless; beside the first ones the server's environment, for which 05 waits
 	$(MAKE) -s .venv-serve/ready.json >.venv-serve.log 2>&1 & $(PY) -m nbutils run $(ARGS)

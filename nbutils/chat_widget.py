@@ -1,8 +1,9 @@
-"""A chat with a model on a server or in this process: widgets of ipywidgets 7.7 to 8, printed dialogue elsewhere."""
+"""A chat with a model on a server or in this process: widgets of ipywidgets 7.7 to 8, lines in a terminal."""
 
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 import warnings
@@ -11,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from nbutils import display, serving
-from nbutils.language import printable, tr
+from nbutils.language import joined, printable, say, tr
 from nbutils.masking import describe
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ def chat(talk: Conversation, example: str, live: bool = True) -> Box | None:
     print(f"{tr('you')}: {example}")
     print(f"{talk.model}: {printable(answers[-1])}")
     talk.history.clear()
+    if live and sys.stdin.isatty() and sys.stdout.isatty():
+        converse(talk)
     if not live or not display.watched():
         return None
     from IPython import display as ipython
@@ -129,6 +132,21 @@ def chat(talk: Conversation, example: str, live: bool = True) -> Box | None:
     box = Box(talk)
     ipython.display(box.whole)
     return box
+
+
+def converse(talk: Conversation) -> None:
+    """Chat in a terminal, until an empty line."""
+    say("Chat with it. An empty line ends the chat.")
+    with suppress(EOFError, KeyboardInterrupt):
+        while question := input(joined([tr("you"), ""], ":")).strip():
+            written = joined([talk.model, ""], ":")
+            print(written, end="")
+            for answer in talk.stream(question):
+                text = joined([talk.model, printable(answer)], ":")
+                if text.startswith(written) and not text.endswith("\ufffd"):  # that is half a character
+                    print(text[len(written) :], end="", flush=True)
+                    written = text
+            print()
 
 
 class Box:

@@ -14,6 +14,8 @@ from nbutils.language import language, say, tr
 from nbutils.papermill_io import signals_to_kernel
 from nbutils.record import Facts, RunFolder
 
+BAR = "{desc}: {n_fmt} of {total_fmt} cells [{elapsed}]"  # without the time left: cells differ too much
+
 
 def select(only: Sequence[str]) -> list[str]:
     """The lessons named ("03" or "03_qlora"); the course 01-05 when none is."""
@@ -91,7 +93,7 @@ def execute(stem: str, output: Path, values: Facts) -> None:
             unfinished,
             parameters=values,
             kernel_name="python3",
-            progress_bar={"desc": stem},
+            progress_bar={"desc": stem, "bar_format": BAR},
             stdout_file=display.LiveLines(),  # the lines of a training appear above the bar while its cell runs
             extra_arguments=["--IPKernelApp.log_level=CRITICAL"],  # the kernel's own remarks would break the bar
         )

@@ -269,9 +269,12 @@ def outcome(verdict: str, general: str) -> str:
 
 def summary(run: RunFolder) -> str:
     """Where everything of a run is, and whether the tuning helped."""
-    lines = [tr("results      {folder}: report.md, facts.json, notebooks", folder=run.path)]
+    lines = [tr("results      {folder}: report.md, facts.json; what the lessons showed: notebooks", folder=run.path)]
     evaluation = run.recorded.evaluation
-    if evaluation.verdict:
+    own_model = run.path / "report_your_model.md"
+    if own_model.exists():  # it says more than what lesson 04 said of its teacher
+        lines.append(tr("your model   {page}", page=own_model))
+    elif evaluation.verdict:
         verdict = outcome(evaluation.verdict, evaluation.general.verdict)
         page = run.path / "evaluation" / "report.html"
         lines.append(tr("the tuning   {verdict}; why: {page}", verdict=verdict, page=page))

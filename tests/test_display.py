@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -252,6 +253,23 @@ def test_where_nobody_can_type_the_dialogue_is_printed(capsys: Any) -> None:
     assert capsys.readouterr().out == "you: 您好\ntuned: new words\n"
     chat_widget.chat(talk(Client(f"words{ESCAPES}")), "hello")
     assert not steers(capsys.readouterr().out), "a model may have learned anything"
+
+
+def test_in_a_terminal_one_chats_until_an_empty_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    typed = iter(["hello", "again", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    client = Client("new words")
+    assert chat_widget.chat(talk(client), "您好") is None
+    assert len(client.requests) == 1, "nobody types here"
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert chat_widget.chat(talk(client), "您好", live=False) is None
+    assert len(client.requests) == 2
+    capsys.readouterr()
+    assert chat_widget.chat(talk(client), "您好") is None
+    assert len(client.requests) == 5
+    assert capsys.readouterr().out.splitlines()[-2:] == ["tuned: new words"] * 2, "each piece is printed once"
+    assert next(typed, None) is None
 
 
 def test_a_box_is_shown_where_somebody_watches(notebook: list[Any]) -> None:
