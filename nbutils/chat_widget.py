@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from nbutils import display, serving
-from nbutils.language import printable, tr
+from nbutils.language import joined, printable, tr
 from nbutils.masking import describe
 
 if TYPE_CHECKING:
@@ -119,8 +119,8 @@ def chat(talk: Conversation, example: str, live: bool = True) -> Box | None:
     Example: chat_widget.chat(chat_widget.Talk(client, "course"), "Where is order 2041?")
     """
     answers = list(talk.stream(example)) or [""]
-    print(f"{tr('you')}: {example}")
-    print(f"{talk.model}: {printable(answers[-1])}")
+    print(joined([tr("you"), example], ":"))
+    print(joined([talk.model, printable(answers[-1])], ":"))
     talk.history.clear()
     if not live or not display.watched():
         return None
