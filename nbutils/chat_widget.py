@@ -120,8 +120,8 @@ def chat(talk: Conversation, example: str, live: bool = True) -> Box | None:
     Example: chat_widget.chat(chat_widget.Talk(client, "course"), "Where is order 2041?")
     """
     answers = list(talk.stream(example)) or [""]
-    print(f"{tr('you')}: {example}")
-    print(f"{talk.model}: {printable(answers[-1])}")
+    print(joined([tr("you"), example], ":"))
+    print(joined([talk.model, printable(answers[-1])], ":"))
     talk.history.clear()
     if live and sys.stdin.isatty() and sys.stdout.isatty():
         converse(talk)

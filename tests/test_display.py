@@ -248,9 +248,11 @@ def test_a_model_in_this_process_answers_token_by_token_what_generate_does_and_s
     assert said.history[-1]["content"] == first
 
 
-def test_where_nobody_can_type_the_dialogue_is_printed(capsys: Any) -> None:
-    assert chat_widget.chat(talk(Client("new words")), "您好") is None
-    assert capsys.readouterr().out == "you: 您好\ntuned: new words\n"
+def test_where_nobody_can_type_the_dialogue_is_printed(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for language, printed in (("en", "you: 您好\ntuned: new words\n"), ("zh", "你：您好\ntuned：new words\n")):
+        monkeypatch.setenv("NBUTILS_LANG", language)
+        assert chat_widget.chat(talk(Client("new words")), "您好") is None
+        assert capsys.readouterr().out == printed
     chat_widget.chat(talk(Client(f"words{ESCAPES}")), "hello")
     assert not steers(capsys.readouterr().out), "a model may have learned anything"
 

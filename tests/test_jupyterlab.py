@@ -112,27 +112,45 @@ def lab(browser: Any, course_run: Path, tmp_path: Path) -> Iterator[Lab]:  # noq
         server.terminate()
 
 
+def require_live_box(page: Any, last: int) -> None:
+    """The box of a training of so many steps has shown several of them."""
+    shown = page.evaluate("[...window.shown]")
+    steps = {found[1] for text in shown if (found := re.search(rf"(\d+) of {last}\b", text))}
+    assert len(steps) > 3, shown
+
+
+def require_chat(page: Any, *questions: str) -> None:
+    """The last box of the page answers each question in pieces, and Stop stops the last of these answers."""
+    question = page.locator(".widget-text input").last
+    page.evaluate(STOP_WHILE_IT_GROWS)
+    for text in questions:
+        last = text == questions[-1]
+        page.evaluate(f"() => {{ window.said.length = 0; window.stopAt = {3 * last}; }}")
+        question.fill(text)
+        question.press("Enter")
+        page.wait_for_function("window.said.length > 2")
+        page.wait_for_selector(".widget-button:disabled", timeout=60_000)
+        said = page.evaluate("window.said")
+        answers = [whole.rpartition(text)[2].strip() for whole in said]
+        assert len(set(answers)) > 2, answers
+        assert answers[-1].endswith("[stopped]") == last, answers
+
+
 def test_the_live_box_of_a_training_changes_and_no_cell_fails(lab: Lab) -> None:
     lab.run_all("03_qlora", PROFILE="tiny", RUN_NAME="in_the_lab", MAX_STEPS=60)
     lab.wait_until_done(600)
-    shown = lab.page.evaluate("[...window.shown]")
-    assert len(shown) > 3, shown
-    steps = {found[1] for text in shown if (found := re.search(r"(\d+) of 60", text))}
-    assert len(steps) > 3, shown
+    require_live_box(lab.page, 60)
 
 
 def test_the_chat_answers_in_pieces_and_stops(lab: Lab) -> None:
     lab.run_all("05_serve", PROFILE="tiny", KEEP_RUNNING=True)
     lab.wait_until_done(600)
-    question = lab.page.locator(".widget-text input").last
-    lab.page.evaluate(STOP_WHILE_IT_GROWS)
-    for number, text in enumerate(("Where is my order of 12 pens?", "Please send 3 books to Wuhan.")):
-        lab.page.evaluate(f"() => {{ window.said.length = 0; window.stopAt = {3 * number}; }}")
-        question.fill(text)
-        question.press("Enter")
-        lab.page.wait_for_function("window.said.length > 2")
-        lab.page.wait_for_selector(".widget-button:disabled", timeout=60_000)
-        said = lab.page.evaluate("window.said")
-        answers = [whole.rpartition(text)[2].strip() for whole in said]
-        assert len(set(answers)) > 2, answers
-        assert answers[-1].endswith("[stopped]") == (number == 1), answers
+    require_chat(lab.page, "Where is my order of 12 pens?", "Please send 3 books to Wuhan.")
+
+
+def test_the_quickstart_trains_and_chats(lab: Lab) -> None:
+    """Its manner is long, so that there is something to stop: the tiny model says little else."""
+    lab.run_all("00_quickstart", PROFILE="tiny", MANNER="Onward! " * 10)
+    lab.wait_until_done(600)
+    require_live_box(lab.page, 150)
+    require_chat(lab.page, "Who are you?", "What is your name?")
