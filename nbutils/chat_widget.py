@@ -103,7 +103,7 @@ class LocalTalk(Conversation):
         cache = None
         ids = torch.tensor([self.renderer.prompt(messages)], device=self.language_model.device)
         written: list[int] = []
-        while len(written) < self.max_new_tokens:
+        for _ in range(self.max_new_tokens):
             with torch.inference_mode():
                 output = self.language_model(ids, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
@@ -139,13 +139,12 @@ def converse(talk: Conversation) -> None:
     say("Chat with it. An empty line ends the chat.")
     with suppress(EOFError, KeyboardInterrupt):
         while question := input(joined([tr("you"), ""], ":")).strip():
-            written = joined([talk.model, ""], ":")
-            print(written, end="")
-            for answer in talk.stream(question):
-                text = joined([talk.model, printable(answer)], ":")
-                if text.startswith(written) and not text.endswith("\ufffd"):  # that is half a character
-                    print(text[len(written) :], end="", flush=True)
-                    written = text
+            print(joined([talk.model, ""], ":"), end="")
+            written = ""
+            for answer in map(printable, talk.stream(question)):
+                if answer.startswith(written) and not answer.endswith("\ufffd"):  # that is half a character
+                    print(answer[len(written) :], end="", flush=True)
+                    written = answer
             print()
 
 

@@ -81,15 +81,16 @@ def connect(endpoint: str) -> OpenAI:
             endpoint=endpoint,
             variable=KEY_VARIABLE,
         )
-    key = platforms.secret(KEY_VARIABLE)
-    if key is None and address.hostname not in ("localhost", "127.0.0.1"):
+    local = address.hostname in ("localhost", "127.0.0.1")
+    key = platforms.secret(KEY_VARIABLE) or ("none" if local else "")
+    if not key or not key.isascii():
         raise CourseError(
-            "There is no key for {endpoint}.",
+            "There is no key for {endpoint}, or it has characters that no key has, such as quotation marks.",
             todo="Set the environment variable {variable} before Jupyter starts; on Colab or Kaggle, store a secret.",
             endpoint=endpoint,
             variable=KEY_VARIABLE,
         )
-    return OpenAI(base_url=endpoint, api_key=key or "none", max_retries=RETRIES, timeout=TIMEOUT)
+    return OpenAI(base_url=endpoint, api_key=key, max_retries=RETRIES, timeout=TIMEOUT)
 
 
 def refusal(error: Exception, url: str) -> CourseError:
@@ -166,8 +167,9 @@ class Writer:
                 entry = self.ask(client, span, name or self.model)
                 with lock:
                     self.entries[entry.key] = entry
-                    journal.write(entry.model_dump_json() + "\n")
-                    journal.flush()
+                    if entry.tokens or entry.pairs:  # what was refused has cost nothing, and is asked again
+                        journal.write(entry.model_dump_json() + "\n")
+                        journal.flush()
 
             serving.send_concurrently(send, self.missing(spans), str(client.base_url), AT_ONCE)
 
@@ -185,8 +187,7 @@ class Writer:
                 raise refusal(error, str(client.base_url)) from error
             entry.problem = tr("refused: {error}", error=describe(error))
             return entry
-        if response.usage:
-            entry.tokens = response.usage.total_tokens
+        entry.tokens = int(getattr(response.usage, "total_tokens", 0) or 0)
         text = without_thinking(serving.generated_text(choice.message))
         if choice.finish_reason == "length":
             entry.problem = tr("cut off: it had no tokens left")

@@ -5,54 +5,16 @@ Profiles, `SET` and runs of that time are read through this one table; nothing e
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from nbutils import files
 
 Settings = dict[str, Any]  # {dotted name: value}
 Fingerprint = dict[str, Any]  # what a training was made with, in blocks
-RENAMED = {  # values kept as they are
-    "lora.rank": "lora.r",
-    "lora.alpha": "lora.lora_alpha",
-    "lora.dropout": "lora.lora_dropout",
-    "quantization.double": "quantization.bnb_4bit_use_double_quant",
-    "train.max_length": "sft.max_length",
-    "train.micro_batch": "sft.per_device_train_batch_size",
-    "train.epochs": "sft.num_train_epochs",
-    "train.learning_rate": "sft.learning_rate",
-    "train.scheduler": "sft.lr_scheduler_type",
-    "train.warmup_ratio": "sft.warmup_steps",
-    "train.weight_decay": "sft.weight_decay",
-    "train.max_grad_norm": "sft.max_grad_norm",
-    "train.optimizer": "sft.optim",
-    "train.packing": "sft.packing",
-    "train.save_steps": "sft.save_steps",
-    "train.keep_checkpoints": "sft.save_total_limit",
-    "train.logging_steps": "sft.logging_steps",
-    "train.keep_best": "sft.load_best_model_at_end",
-    "train.validation_rows": "course.validation_rows",
-    "train.early_stopping": "course.early_stopping_patience",
-    "machine.attention": "from_pretrained.attn_implementation",
-    "data.source": "course.data",
-    "data.rows": "course.rows",
-    "evaluation.batch_size": "course.evaluation_batch_size",
-    "evaluation.max_new_tokens": "course.max_new_tokens",
-    "evaluation.rows": "course.evaluation_rows",
-    "serve.max_model_len": "vllm.max_model_len",
-    "serve.gpu_memory": "vllm.gpu_memory_utilization",
-    "serve.max_num_seqs": "vllm.max_num_seqs",
-}
-CHANGED: dict[str, dict[str, dict[str, Any]]] = {  # what some values are today; the others are kept
-    "machine.precision": {"from_pretrained.dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}},
-    "machine.liger": {"sft.use_liger_kernel": {"on": True, "off": False}},
-    "train.max_steps": {"sft.max_steps": {"0": -1}},
-    "quantization.type": {
-        "quantization.bnb_4bit_quant_type": {"none": "nf4"},
-        "quantization.load_in_4bit": {"none": False, "nf4": True, "fp4": True},
-    },
-    "train.gradient_checkpointing": {
-        "sft.gradient_checkpointing": {"off": False, "on": True, "offload": True},
-        "sft.activation_offloading": {"off": False, "on": False, "offload": True},
-    },
-}
+TABLE: dict[str, dict[str, Any]] = files.read_yaml(Path(__file__).with_suffix(".yaml"))
+RENAMED = TABLE["renamed"]
+CHANGED = TABLE["changed"]
 BATCH = "train.batch"
 MICRO_BATCH = "train.micro_batch"
 DROPPED = "train.shorten"  # without effect any more

@@ -48,18 +48,20 @@ def of_class(folder: Path) -> list[dict[str, str]]:
     """
     rows = []
     first_places: dict[str, str] = {}  # of trainings, by what was measured of them
-    for student in sorted(folder.iterdir()):
-        row = {"student": student.name}
-        for stem, done in solved(student).items():
-            row[stem[:2]] = f"{len(done)}/{len(names_of(stem))}"
+    for student in sorted(folder.glob("[!.]*/")):
+        row = {"student": student.name} | {stem[:2]: "-" for stem in OF_LESSON}
         trainings = []
-        for run in record.runs(student).values():
-            facts = run.recorded
-            if facts.trained.steps:
-                place = first_places.setdefault(facts.trained.model_dump_json(), str(run.path))
-                trainings.append(f"{place}: {tr(facts.evaluation.verdict or '-')}")
-        row["trainings"] = ", ".join(trainings)
-        rows.append(row)
+        try:
+            for stem, done in solved(student).items():
+                row[stem[:2]] = f"{len(done)}/{len(names_of(stem))}"
+            for run in record.runs(student).values():
+                facts = run.recorded
+                if facts.trained.steps:
+                    place = first_places.setdefault(facts.trained.model_dump_json(), str(run.path))
+                    trainings.append(f"{place}: {tr(facts.evaluation.verdict or '-')}")
+        except CourseError as problem:  # one broken file hides nobody else
+            trainings.append(problem.seen)
+        rows.append(row | {"trainings": ", ".join(trainings)})
     return rows
 
 

@@ -25,12 +25,12 @@ FOLDER = "your_model"  # below the run
 LEAST_QUESTIONS = 3 + LEAST_ROWS  # those that are shown as examples, and what a verdict needs
 
 
-def require_sources(questions: str, data: str, documents: str, endpoint: str, endpoint_model: str) -> None:
+def require_sources(task: str, questions: str, data: str, documents: str, endpoint: str, endpoint_model: str) -> None:
     """Refuse parameters that do not go together; all empty is the bundled task."""
     own = data or documents
-    if own and not questions:
+    if not questions and (own or task):
         raise CourseError(
-            "DATA or DOCUMENTS is set, and QUESTIONS is empty: nothing would say how good your model is.",
+            "A task of your own is set, and QUESTIONS is empty: nothing would say how good your model is.",
             todo="Write 33 questions with their answers, as rows of lesson 02, and name the file in QUESTIONS.",
         )
     if questions and not own:
@@ -65,14 +65,16 @@ def read_questions(source: str) -> list[Row]:
     rows: list[Any] = list(map(data.check_row, data.read_rows(source)))
     broken = [row for row in rows if isinstance(row, data.RowError)]
     data.show_problems(broken)
-    if broken or len(rows) < LEAST_QUESTIONS:
+    different = {str(row.messages[:-1]) for row in rows if row not in broken}
+    if len(different) < max(len(rows), LEAST_QUESTIONS):
         raise CourseError(
-            "{source} has {count} questions, and {broken} of them cannot be used.",
-            allowed="33 are good, {least} the least, and all of them sound",
+            "{source} has {count} questions; {broken} of them cannot be used, and {different} are sound and different.",
+            allowed="33 are good, {least} the least, all of them sound, and none twice",
             todo="Write rows as lesson 02 reads them, with a question and an answer each.",
             source=source,
             count=len(rows),
             broken=len(broken),
+            different=len(different),
             least=LEAST_QUESTIONS,
         )
     return [{"messages": row.messages} for row in rows]
@@ -80,13 +82,17 @@ def read_questions(source: str) -> list[Row]:
 
 def gather(folder: Path, sources: Sequence[str], written: Sequence[Entry]) -> Path:
     """The folder with copies of the learner's own files, and the rows that an endpoint has written."""
+    own_files = [file.resolve() for source in sources if source for file in find_files(source)]
+    if any(folder.resolve() in file.parents for file in own_files):
+        raise CourseError(
+            "{folder} is made anew, and a file of yours is in it.",
+            todo="Move that file to a folder of your own, and name it in DATA.",
+            folder=folder,
+        )
     shutil.rmtree(folder, ignore_errors=True)
-    rows = [row for entry in written for row in entry.rows]
-    data.write_rows(folder / "from_documents.jsonl", rows)
-    for number, source in enumerate(sources, 1):
-        files = find_files(source) if source else []
-        for file in files:
-            shutil.copyfile(file, folder / f"{number}-{file.name}")
+    data.write_rows(folder / "from_documents.jsonl", [row for entry in written for row in entry.rows])
+    for number, file in enumerate(own_files, 1):
+        shutil.copyfile(file, folder / f"{number}-{file.name}")
     return folder
 
 

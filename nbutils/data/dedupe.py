@@ -98,11 +98,8 @@ def _compared_table() -> np.ndarray:
 @functools.cache
 def _exact_table() -> np.ndarray:
     """Whether each UTF-16 unit is a numeral or symbol."""
-    return np.array([_is_exact(chr(code)) for code in range(UNITS)])
-
-
-def _is_exact(character: str) -> bool:
-    return character in NUMERALS + SYMBOLS + SEPARATOR or unicodedata.category(character) in ("Sm", "Sc")
+    known = NUMERALS + SYMBOLS + SEPARATOR
+    return np.array([unit in known or unicodedata.category(unit) in ("Sm", "Sc") for unit in map(chr, range(UNITS))])
 
 
 def _compared_as(character: str) -> int:

@@ -15,7 +15,7 @@ from nbutils.masking import describe
 
 LARGEST_FILE = 64 << 20  # bytes, also of what a docx unpacks to
 PARAGRAPH = re.compile(r"\S.*(?:\n[^\S\n]*\S.*)*(?<=\S)")  # lines without an empty one between them
-SENTENCE = re.compile(r"(?s)\S.*?(?:[。！？]|[.!?](?=\s)|\Z)")
+SENTENCE = re.compile(r"(?s)\S(?:.{0,400}?(?:[。！？]|[.!?](?=\s)|(?=\n)|\Z)|.{0,400})")  # a longer one is cut
 HEADING = re.compile(r"#{1,6}\s.*")
 # where a line of a pdf goes on: a blank takes the place of the break, unless both sides are Chinese
 WRAPPED_CHINESE = re.compile(r"(?<=[\u3000-\u9fff\uff00-\uffef])[^\S\n]*\n[^\S\n]*(?=[\u3000-\u9fff\uff00-\uffef])")
