@@ -47,6 +47,8 @@ if importlib.util.find_spec("nbutils") is None:
 # %% [markdown]
 # Leave everything empty for the bundled task. For your own:
 #
+# - `PROFILE` `auto` takes the bundled model where there is no GPU, and that one can only learn the bundled task. Without a GPU set `"laptop"`:
+#   SmolLM2-135M, mostly English. It learns the form of short Chinese answers, but knows little Chinese: for a Chinese task use a GPU.
 # - `TASK` is the task in one sentence. `QUESTIONS` is a file with 33 questions and the answers you want, as rows of lesson 02.
 # - `DATA` are rows that you wrote, a file or a folder. `DOCUMENTS` is a file or folder (txt, md, pdf, docx) to make rows from, by the model
 #   `ENDPOINT_MODEL` of an `ENDPOINT`, the base URL of any API in OpenAI's style. Its key is read from the environment variable
@@ -180,9 +182,11 @@ sources = {"round-1": DOCUMENTS, "round-2": MORE_DOCUMENTS}
 if bundled:
     sources = {"round-1": str(your_model.SAMPLE / "first"), "round-2": str(your_model.SAMPLE / "more")}
 spans = {name: documents.read_spans(source, join=1200 if way == "questions" else 0) if source else [] for name, source in sources.items()}
-display.show_table([asdict(span) for span in data.own_language_first(spans["round-1"])[:3]])
-for name in spans:
-    print(tr(name), dict(Counter(span.file for span in spans[name])))
+if spans["round-1"]:
+    display.show_table([asdict(span) for span in data.own_language_first(spans["round-1"])[:3]])
+for name, found in spans.items():
+    if found:
+        print(tr(name), dict(Counter(span.file for span in found)))
 
 # %% [markdown]
 # ## A teacher
@@ -232,7 +236,8 @@ elif missing:
 written = {name: writer.written(part) for name, part in spans.items()}
 origin = {"teacher": writer.model, "spans": len(all_spans), "tokens": sum(entry.tokens for part in written.values() for entry in part)}
 failed = [{**asdict(entry.span), "problem": entry.problem} for part in written.values() for entry in part if entry.problem]
-display.show_table([asdict(entry.span) | {"answer": entry.pairs[0].answer} for entry in written["round-1"] if entry.pairs][:3])
+if written["round-1"]:
+    display.show_table([asdict(entry.span) | {"answer": entry.pairs[0].answer} for entry in written["round-1"] if entry.pairs][:3])
 print(f"{sum(len(part) for part in written.values())} spans answered, {len(failed)} of them without a row")
 if failed:
     display.show_table(failed[:10])

@@ -9,12 +9,12 @@
 # %% [markdown]
 # # 10 · 你自己的模型
 #
-# 前面各课的任务是我们出的，这一课换成你的：从一句话的任务描述开始，到一份可以交上去的报告——模型原来会什么、学了哪些数据、现在会什么、还错在哪里。先原样跑一遍自带的任务，看清流程；再把参数换成你自己的文件。怎么写问题和数据，见 [docs/zh/your_model.md](../../docs/zh/your_model.md)。
+# 前面各课的任务是我们出的，这一课换成你的：从一句话的任务描述开始，到一份可以交上去的报告——模型原来会什么、学了哪些样本、现在会什么、还错在哪里。先原样跑一遍自带的任务，看清流程；再把参数换成你自己的文件。怎么写问题和样本，见 [docs/zh/your_model.md](../../docs/zh/your_model.md)。
 #
 # 学完这一课，你会得到
 #
 # - 一个基线：训练之前，只靠一句好的提示词，模型能做到什么；
-# - 由文档生成的数据，每条都记着出自原文哪里，经过检查，和你的问题互不重复；
+# - 由文档生成的样本，每条都记着出自原文哪里，经过检查，和你的问题互不重复；
 # - 两次只有数据不同的训练，和基线用同一批问题比较，分数带置信区间；
 # - 读过二十个错误，其中五个写了评语；
 # - 一份由训练记录自动填好的报告。
@@ -50,8 +50,9 @@ if importlib.util.find_spec("nbutils") is None:
 # %% [markdown]
 # 全部留空，就用自带的任务。换成你自己的任务：
 #
-# - `TASK`：用一句话说清任务。`QUESTIONS`：一个文件，33 个问题和你想要的回答，格式和第 02 课的数据一样。
-# - `DATA`：你手写的数据，文件或目录。`DOCUMENTS`：用来生成数据的文档，文件或目录（txt、md、pdf、docx）；由 `ENDPOINT` 上的模型 `ENDPOINT_MODEL` 生成。`ENDPOINT` 是任何兼容 OpenAI 的 API 的 base URL；密钥从环境变量 `OPENAI_API_KEY` 读取，千万不要写进 notebook。
+# - `PROFILE`：没有 GPU 时，`auto` 会选自带的小模型，而它只学得会自带的任务。做自己的任务又没有 GPU，就填 `"laptop"`，用 SmolLM2-135M。它主要懂英文；简短中文回答的形式学得会，但不太懂中文，中文任务要用 GPU。
+# - `TASK`：用一句话说清任务。`QUESTIONS`：一个文件，33 个问题和你想要的回答，格式和第 02 课的样本一样。
+# - `DATA`：你手写的样本，文件或目录。`DOCUMENTS`：用来生成样本的文档，文件或目录（txt、md、pdf、docx）；由 `ENDPOINT` 上的模型 `ENDPOINT_MODEL` 生成。`ENDPOINT` 是任何兼容 OpenAI 的 API 的 base URL；密钥从环境变量 `OPENAI_API_KEY` 读取，千万不要写进 notebook。
 # - `WAY`：让它写什么。`"questions"` 是针对每段文字写问题和回答，`"answers"` 是把每段文字当作问题，只写回答。
 # - `MORE_DATA` 和 `MORE_DOCUMENTS` 给第二次训练用，第一次可以留空。
 # - `SET` 修改两次训练的配置，用法和第 03 课一样。
@@ -93,13 +94,13 @@ own_folder = lesson.run.path / your_model.FOLDER
 # | 改进提示词 | 一小时 | 说清楚要求，模型就能做到 | 提示词写了好几页，模型还是不照做 |
 # | few-shot：在提示词里放例子 | 一小时 | 格式和语气，举例比描述容易 | 每次请求都要为例子付费；情况太多，例子放不下 |
 # | RAG：先检索，再放进提示词 | 几天 | 答案就在文档里，会变，或者必须注明出处 | 缺的不是知识，而是能力 |
-# | 微调 | 几天，外加数据 | 任务单一，格式固定，用量大；想用小模型代替大模型 | 知识经常变；好数据不到一百条；没有测试 |
+# | 微调 | 几天，外加样本 | 任务单一，格式固定，用量大；想用小模型代替大模型 | 知识经常变；好样本不到一百条；没有测试 |
 #
-# 微调教的是*怎么答*，不适合教*知识*：要很多条数据模型才记得住，而且说不出是从哪里学来的。回答里要用到的知识交给 RAG，回答的样子写进数据；两者可以一起用。（用一本图书馆手册试过：125 条数据让 SmolLM2-135M 学会了每个回答的样子，ROUGE-L 从 0.23 升到 0.89；30 个知识点却一个也没记住，完全一致 0%。每个知识点只出现在一两条数据里。）
+# 微调教的是*怎么答*，不适合教*知识*：样本要很多条，模型才记得住，而且说不出是从哪里学来的。回答里要用到的知识交给 RAG，回答的样子写进样本；两者可以一起用。（用一本图书馆手册试过：125 条样本让 SmolLM2-135M 学会了每个回答的样子，ROUGE-L 从 0.23 升到 0.89；30 个知识点却一个也没记住，完全一致 0%。每个知识点只出现在一两条样本里。）
 #
 # ## 一句话的任务
 #
-# 一句话说不清的任务，数据也不会前后一致。这句话就是基线用的指令。（训练数据里不放它：模型已经学会的事，不必再说。）
+# 一句话说不清的任务，样本也不会前后一致。这句话就是基线用的指令。（训练样本里不放它：模型已经学会的事，不必再说。）
 
 # %%
 task = TASK or (
@@ -158,7 +159,7 @@ print(f"测量时间 {times['baseline']}；第一个回答：{results['few-shot'
 # %% [markdown]
 # ## 文档
 #
-# *文段*（span）是文档里的一小段：一个段落；如果要针对它提问，就是同一标题下的几个段落，合起来不超过 1,200 个字符。由它生成的每条数据都记着文件、页码，以及从 `start` 到 `end` 是第几个字符，你或者读报告的人可以去原文核对。自带的文档里是顾客的留言。看看这样切出来的文段，交给一个人做，他做得了吗？
+# *文段*（span）是文档里的一小段：一个段落；如果要针对它提问，就是同一标题下的几个段落，合起来不超过 1,200 个字符。由它生成的每条样本都记着文件、页码，以及从 `start` 到 `end` 是第几个字符，你或者读报告的人可以去原文核对。自带的文档里是顾客的留言。看看这样切出来的文段，交给一个人做，他做得了吗？
 
 # %%
 from collections import Counter
@@ -171,14 +172,16 @@ sources = {"round-1": DOCUMENTS, "round-2": MORE_DOCUMENTS}
 if bundled:
     sources = {"round-1": str(your_model.SAMPLE / "first"), "round-2": str(your_model.SAMPLE / "more")}
 spans = {name: documents.read_spans(source, join=1200 if way == "questions" else 0) if source else [] for name, source in sources.items()}
-display.show_table([asdict(span) for span in data.own_language_first(spans["round-1"])[:3]])
-for name in spans:
-    print(tr(name), dict(Counter(span.file for span in spans[name])))
+if spans["round-1"]:
+    display.show_table([asdict(span) for span in data.own_language_first(spans["round-1"])[:3]])
+for name, found in spans.items():
+    if found:
+        print(tr(name), dict(Counter(span.file for span in found)))
 
 # %% [markdown]
 # ## 教师模型
 #
-# 数据得有一个模型来写。教小模型的大模型叫*教师模型*（teacher），这种做法叫*蒸馏*（distillation）。先确认服务商的条款允许这样做。自带任务的教师，就是你在第 03 课微调好的模型，像第 05 课那样部署：它会做这个任务，没微调过的模型不会；新模型就从它的回答里学。只有还缺数据时，才会启动服务。
+# 样本得有一个模型来写。教小模型的大模型叫*教师模型*（teacher），这种做法叫*蒸馏*（distillation）。先确认服务商的条款允许这样做。自带任务的教师，就是你在第 03 课微调好的模型，像第 05 课那样部署：它会做这个任务，没微调过的模型不会；新模型就从它的回答里学。只有还缺样本时，才会启动服务。
 
 # %%
 from nbutils import distilling, serving
@@ -202,7 +205,7 @@ all_spans = [span for part in spans.values() for span in part]
 print(f"{len(all_spans)} 个文段中还有 {len(writer.missing(all_spans))} 个要问")
 
 # %% [markdown]
-# 现在开始提问，同时最多八个请求。每个回答一到就写进 `written.jsonl`：中途停下，或者余额用完，再运行一次这个单元格，只会问剩下的。被截断的回答、格式不对的回答不会变成数据，会列出来。（`MORE_DOCUMENTS` 里的文段也在这里一起生成，之后才用来训练。）
+# 现在开始提问，同时最多八个请求。每个回答一到就写进 `written.jsonl`：中途停下，或者余额用完，再运行一次这个单元格，只会问剩下的。被截断的回答、格式不对的回答不会变成样本，会列出来。（`MORE_DOCUMENTS` 里的文段也在这里一起生成，之后才用来训练。）
 
 # %%
 missing = writer.missing(all_spans)
@@ -219,13 +222,14 @@ elif missing:
 written = {name: writer.written(part) for name, part in spans.items()}
 origin = {"teacher": writer.model, "spans": len(all_spans), "tokens": sum(entry.tokens for part in written.values() for entry in part)}
 failed = [{**asdict(entry.span), "problem": entry.problem} for part in written.values() for entry in part if entry.problem]
-display.show_table([asdict(entry.span) | {"answer": entry.pairs[0].answer} for entry in written["round-1"] if entry.pairs][:3])
-print(f"已有 {sum(len(part) for part in written.values())} 个文段得到回答，其中 {len(failed)} 个没有变成数据")
+if written["round-1"]:
+    display.show_table([asdict(entry.span) | {"answer": entry.pairs[0].answer} for entry in written["round-1"] if entry.pairs][:3])
+print(f"已有 {sum(len(part) for part in written.values())} 个文段得到回答，其中 {len(failed)} 个没有变成样本")
 if failed:
     display.show_table(failed[:10])
 
 # %% [markdown]
-# 至少读二十条，和文段对照着看，`written.jsonl` 里都有。教师答错的，你的模型也会学错。然后，这些数据和你手写的数据一起，接受第 02 课的检查：不合格的、重复的、和你的问题太像的，都会剔除，并注明文件和行号。
+# 至少读二十条，和文段对照着看，`written.jsonl` 里都有。教师答错的，你的模型也会学错。然后，这些样本和你手写的样本一起，接受第 02 课的检查：不合格的、重复的、和你的问题太像的，都会剔除，并注明文件和行号。
 
 # %%
 from nbutils.record import RunFolder
@@ -244,9 +248,9 @@ first, first_card = prepare("round-1", written["round-1"])
 first_card.show()
 
 # %% [markdown]
-# ## 练习：数据够不够
+# ## 练习：样本够不够
 #
-# 第一次训练会从多少条数据里学？看上面的表。少于一百条就太少了。
+# 第一次训练会从多少条样本里学？看上面的表。少于一百条就太少了。
 
 # %% tags=["exercise"]
 from nbutils import exercises
@@ -261,14 +265,14 @@ lesson.check(exercises.enough_rows, my_rows, first_card.train, first_card.eval)
 # my_rows = first_card.train
 # ```
 #
-# 被剔除的数据不算，留作测试的问题也不算：表里“划分”一行的训练条数，才会用来训练。
+# 剔除的样本不算，留作测试的问题也不算：表里“划分结果”一行，“训练集”后面的条数才会用来训练。
 #
 # </details>
 
 # %% [markdown]
 # ## 第一次训练
 #
-# 原样运行第 03 课，用这些数据，训练结果放在单独的目录里。有的配置（例如 tiny）固定了步数，数据越少，每条重复的次数就越多；这里两次训练都让每条数据过两遍，于是数据越多，步数越多，和其他配置一样。训练时只显示进度。
+# 原样运行第 03 课，用这些样本，训练结果放在单独的目录里。有的配置（例如 tiny）固定了步数，样本越少，每条重复的次数就越多；这里两次训练都让每条样本过两遍，于是样本越多，步数越多，和其他配置一样。训练时只显示进度。
 
 # %%
 import shlex, sys
@@ -322,7 +326,7 @@ print(f"完全一致 {answers.estimate('exact_match').text('.0%')}，错误 {len
 # %% [markdown]
 # ## 练习：给错误写评语
 #
-# 至少挑五条，用几个字说明错在哪里，同一类错误用同样的字：`{3: "编造城市", 17: "漏了数量"}`，3 和 17 是行号。下面会按种类计数；最多的那一类，就是下一批数据该补的。
+# 至少挑五条，用几个字说明错在哪里，同一类错误用同样的字：`{3: "编造城市", 17: "漏了数量"}`，3 和 17 是行号。下面会按种类计数；最多的那一类，就是下一批样本该补的。
 
 # %% tags=["exercise"]
 my_notes = None
@@ -346,9 +350,9 @@ print(Counter((my_notes or {}).values()).most_common())
 # </details>
 
 # %% [markdown]
-# ## 补充数据，第二次训练
+# ## 补充样本，第二次训练
 #
-# 针对错误补充数据：手写一些（`MORE_DATA`），或者找些有这类情况的文档（`MORE_DOCUMENTS`），再运行一遍这一课，做过的不会重做。（自带的任务另有 180 条留言。）第二次训练用第一次的数据加上新数据，第一次的所有设置都不变，包括当时根据数据自动选定的值。一次只改一样，否则就不知道是什么起了作用。
+# 针对错误补充样本：手写一些（`MORE_DATA`），或者找些有这类情况的文档（`MORE_DOCUMENTS`），再运行一遍这一课，做过的不会重做。（自带的任务另有 180 条留言。）第二次训练用第一次的样本加上新样本，第一次的所有设置都不变，包括当时根据样本自动选定的值。一次只改一样，否则就不知道是什么起了作用。
 
 # %%
 rounds = {"round-1": first}
@@ -385,7 +389,7 @@ from nbutils import compare
 
 runs = {tr(title): compare.load_run(run) for title, run in rounds.items()}
 compare.show_runs(runs)
-differing = [name for name in compare.differing(runs) if name != "course.conversations_per_step"]  # 由数据的长度决定
+differing = [name for name in compare.differing(runs) if name != "course.conversations_per_step"]  # 由样本的长度决定
 my_differing = None
 lesson.check(exercises.fair_comparison, my_differing, differing, times)
 
@@ -439,7 +443,7 @@ lesson.check(exercises.quiz, my_choice, lesson.stem)
 # ## 现在你有了
 #
 # - 一个基线：训练之前，只靠一句好的提示词，模型能做到什么；
-# - 由文档生成的数据，每条都记着出自原文哪里，经过检查，和你的问题互不重复；
+# - 由文档生成的样本，每条都记着出自原文哪里，经过检查，和你的问题互不重复；
 # - 两次只有数据不同的训练，和基线用同一批问题比较，分数带置信区间；
 # - 读过二十个错误，其中五个写了评语；
 # - 一份由训练记录自动填好的报告。
