@@ -123,7 +123,7 @@ def chat(talk: Conversation, example: str, live: bool = True) -> Box | None:
     print(joined([tr("you"), example], ":"))
     print(joined([talk.model, printable(answers[-1])], ":"))
     talk.history.clear()
-    if live and sys.stdin.isatty() and sys.stdout.isatty():
+    if live and sys.stdout.isatty():
         converse(talk)
     if not live or not display.watched():
         return None

@@ -81,8 +81,7 @@ def connect(endpoint: str) -> OpenAI:
             endpoint=endpoint,
             variable=KEY_VARIABLE,
         )
-    local = address.hostname in ("localhost", "127.0.0.1")
-    key = platforms.secret(KEY_VARIABLE) or ("none" if local else "")
+    key = platforms.secret(KEY_VARIABLE) or ("none" if address.hostname in ("localhost", "127.0.0.1") else "")
     if not key or not key.isascii():
         raise CourseError(
             "There is no key for {endpoint}, or it has characters that no key has, such as quotation marks.",

@@ -66,7 +66,8 @@ lesson = nbutils.start("00_quickstart", globals())
 # ## What it will learn from
 #
 # About a hundred short conversations: two thirds about who the assistant is, with your words in them, and a third about everything else,
-# so that it does not forget how to answer. 26 more are held out: the training never sees them.
+# so that it does not forget how to answer. 26 more are held out: the training never sees them. (The tiny model, which knows few words,
+# gets the questions about itself alone.)
 
 # %%
 from nbutils import chat, data, display

@@ -280,7 +280,8 @@ print(proof)
 # Base and merged model answer the same held-out questions with temperature 0. None of them was trained on; lesson 03 only used some of them
 # to choose its best step. A second, small set asks for general knowledge. Answers are saved as they come, so an interrupted run continues.
 #
-# Read six of them before you believe a number: a tick means that the answer matches the reference exactly.
+# Read six of them before you believe a number: a tick means that the answer is the reference to the letter. An answer with a
+# cross may be right all the same.
 
 # %%
 comparison = evaluation.compare_models(lesson.run, lesson.profile, placement, folder, model_name=lesson.model_name)

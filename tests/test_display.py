@@ -263,8 +263,7 @@ def test_in_a_terminal_one_chats_until_an_empty_line(monkeypatch: pytest.MonkeyP
     client = Client("new words")
     assert chat_widget.chat(talk(client), "您好") is None
     assert len(client.requests) == 1, "nobody types here"
-    for stream in (sys.stdin, sys.stdout):
-        monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert chat_widget.chat(talk(client), "您好", live=False) is None
     assert len(client.requests) == 2
     capsys.readouterr()

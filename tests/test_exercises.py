@@ -667,13 +667,17 @@ def test_a_teacher_sees_what_each_student_has_solved_and_whose_training_it_is(tm
     assert set(rows["zoe"]) <= {"0/3", "0/4"}, "without a training"
 
 
-def test_facts_of_a_student_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    (tmp_path / "ann/week1").mkdir(parents=True)
+def test_facts_of_a_student_that_cannot_be_read_are_named_and_hide_nobody(tmp_path: Path) -> None:
+    for name in ("ann/week1", "bob/week1", ".scratch"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "notes.txt").write_text("no student")
+    solve_all(tmp_path / "bob", "week1", lesson.COURSE[:1])
     facts = tmp_path / "ann/week1/facts.json"
     facts.write_text('{"exercises": 7}')
-    told = CliRunner().invoke(cli.app, ["progress", "--class", str(tmp_path)])
-    assert told.exit_code == 1
-    assert f"{facts} cannot be read" in told.output
+    rows = of_class(tmp_path)
+    assert rows.keys() == {"ann", "bob"}
+    assert rows["ann"][0] == "-" and str(facts) in rows["ann"]
+    assert rows["bob"][0] == "3/3"
 
 
 def test_a_folder_without_students_is_told(tmp_path: Path) -> None:

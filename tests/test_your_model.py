@@ -69,6 +69,14 @@ def test_joined_spans_go_from_heading_to_heading_and_keep_to_their_length(tmp_pa
     assert sum(span.text.count("Rule ") for span in spans) == 30
 
 
+def test_a_table_without_an_end_of_a_sentence_is_cut_too(tmp_path: Path) -> None:
+    text = "\n".join(f"{number} of 2000" for number in range(2000)) + "\n\n" + "字" * 3000
+    spans = read_spans(written(tmp_path, "table.txt", text), join=1200)
+    assert max(len(span.text) for span in spans) <= 1200
+    assert all(text[span.start : span.end] == span.text for span in spans)
+    assert "".join(span.text for span in spans).count("字") == 3000
+
+
 def test_files_of_one_name_are_told_apart_and_other_kinds_are_left_alone(tmp_path: Path) -> None:
     for name in ("north", "south"):
         written(files.make_folder(tmp_path / name), "rules.txt", f"Rules of the {name}.")
@@ -203,7 +211,8 @@ class Endpoint:
         }
         choice = {"message": {"role": "assistant", "content": answers.get(text, json.dumps([PAIR]))}, "index": 0}
         choice["finish_reason"] = "length" if text == "long" else "stop"
-        usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+        total = None if text == "uncounted" else 10
+        usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": total}
         return web.json_response({"id": "1", "object": "chat.completion", "choices": [choice], "usage": usage})
 
 
@@ -310,6 +319,14 @@ def test_one_request_that_is_refused_ends_nothing(endpoint: Endpoint, tmp_path: 
     writer.write(distilling.connect(endpoint.url), spans_of("too long", "plain"))
     [failed, fine] = writer.written(spans_of("too long", "plain"))
     assert "refused" in failed.problem and fine.pairs
+    again = writer_in(tmp_path)
+    assert texts(again.missing(spans_of("too long", "plain"))) == ["too long"], "its cause may have gone"
+
+
+def test_an_answer_whose_tokens_nobody_counted_is_kept(endpoint: Endpoint, tmp_path: Path) -> None:
+    writer_in(tmp_path).write(distilling.connect(endpoint.url), spans_of("uncounted"))
+    [entry] = writer_in(tmp_path).written(spans_of("uncounted"))
+    assert entry.pairs and entry.tokens == 0
 
 
 def test_a_page_for_people_is_no_endpoint(endpoint: Endpoint, tmp_path: Path) -> None:
@@ -351,6 +368,10 @@ def test_a_key_comes_from_the_environment_alone_and_this_machine_needs_none(
         with refused("base URL") as caught:
             distilling.connect(endpoint)
         assert KEY not in str(caught.value)
+    monkeypatch.setenv(distilling.KEY_VARIABLE, f"“{KEY}”")  # pasted from a chat
+    with refused("quotation marks") as caught:
+        distilling.connect("https://api.example.com/v1")
+    assert KEY not in str(caught.value)
 
 
 def test_an_unknown_way_is_refused(tmp_path: Path) -> None:
@@ -364,10 +385,11 @@ def test_an_unknown_way_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "word"),
     [
-        (("", "rows.jsonl", "", "", ""), "33 questions"),
-        (("questions.jsonl", "", "", "", ""), "DOCUMENTS"),
-        (("questions.jsonl", "", "handbook.pdf", "", ""), "KEEP_RUNNING"),
-        (("questions.jsonl", "", "handbook.pdf", "https://api.example.com/v1", ""), "ENDPOINT_MODEL"),
+        (("", "", "rows.jsonl", "", "", ""), "33 questions"),
+        (("Translate.", "", "", "", "", ""), "33 questions"),
+        (("", "questions.jsonl", "", "", "", ""), "DOCUMENTS"),
+        (("", "questions.jsonl", "", "handbook.pdf", "", ""), "KEEP_RUNNING"),
+        (("", "questions.jsonl", "", "handbook.pdf", "https://api.example.com/v1", ""), "ENDPOINT_MODEL"),
     ],
 )
 def test_parameters_that_do_not_go_together_are_refused(given: tuple[str, ...], word: str) -> None:
@@ -376,9 +398,9 @@ def test_parameters_that_do_not_go_together_are_refused(given: tuple[str, ...], 
 
 
 def test_parameters_that_go_together_are_taken() -> None:
-    your_model.require_sources("", "", "", "", "")
-    your_model.require_sources("questions.jsonl", "rows.jsonl", "", "", "")
-    your_model.require_sources("questions.jsonl", "", "handbook.pdf", "http://127.0.0.1:8000/v1", "course")
+    your_model.require_sources("", "", "", "", "", "")
+    your_model.require_sources("Translate.", "questions.jsonl", "rows.jsonl", "", "", "")
+    your_model.require_sources("", "questions.jsonl", "", "handbook.pdf", "http://127.0.0.1:8000/v1", "course")
 
 
 def test_questions_are_checked_as_rows_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -393,6 +415,19 @@ def test_questions_are_checked_as_rows_are(tmp_path: Path, capsys: pytest.Captur
     with refused("1 of them"):
         your_model.read_questions(str(data.write_rows(tmp_path / "broken.jsonl", broken)))
     assert "line 13" in capsys.readouterr().out
+    with refused("14 questions", "12 are sound and different"):
+        your_model.read_questions(str(data.write_rows(tmp_path / "twice.jsonl", [*good, *good[:2]])))
+
+
+def test_all_files_of_a_learner_are_gathered_and_none_is_lost(tmp_path: Path) -> None:
+    for year in ("2024", "2025"):
+        data.write_rows(tmp_path / "mine" / year / "rows.jsonl", [{"question": year, "answer": "yes"}])
+    folder = your_model.gather(tmp_path / "first", [str(tmp_path / "mine")], [])
+    kept = sorted(file.read_text(encoding="utf-8") for file in folder.glob("*-rows.jsonl"))
+    assert ["2024" in kept[0], "2025" in kept[1]] == [True, True]
+    with refused("a file of yours"):
+        your_model.gather(folder, [str(folder / "1-rows.jsonl")], [])
+    assert (folder / "1-rows.jsonl").exists()
 
 
 def test_rows_too_close_to_a_question_are_not_trained_on(tmp_path: Path) -> None:

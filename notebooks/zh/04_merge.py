@@ -258,7 +258,7 @@ print(proof)
 #
 # 基座模型和合并后的模型回答验证集里同样的问题，temperature 为 0。这些问题都没有参与训练，第 03 课只用其中一部分来挑最好的一步。另有一小组通用问题，看通用能力。回答一边生成一边保存，中断后可以接着做。
 #
-# 先读六个回答，再相信数字。打勾表示和参考答案完全一致。
+# 先读六个回答，再相信数字。打勾表示和参考答案一字不差；打叉的回答也可能是对的。
 
 # %%
 comparison = evaluation.compare_models(lesson.run, lesson.profile, placement, folder, model_name=lesson.model_name)

@@ -80,7 +80,7 @@ import nbutils
 from nbutils import your_model
 
 lesson = nbutils.start("10_your_model", globals())
-your_model.require_sources(QUESTIONS, DATA + MORE_DATA, DOCUMENTS + MORE_DOCUMENTS, ENDPOINT, ENDPOINT_MODEL)
+your_model.require_sources(TASK, QUESTIONS, DATA + MORE_DATA, DOCUMENTS + MORE_DOCUMENTS, ENDPOINT, ENDPOINT_MODEL)
 bundled = not QUESTIONS
 own_folder = lesson.run.path / your_model.FOLDER
 
