@@ -160,8 +160,8 @@ def verify(out: Path) -> DataCard:
 def new_run_todo(out: Path) -> str:
     """What to do where a folder holds other data than the lesson needs."""
     return tr(
-        "Run lesson 02 with a new RUN_NAME. If nothing was trained in this run yet, you can also "
-        "remove the folder {out} and run lesson 02 again.",
+        "Set a new RUN_NAME and run the lesson again. If nothing was trained in this run yet, you can also remove the "
+        "folder {out} first.",
         out=out,
     )
 
