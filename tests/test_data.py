@@ -1007,6 +1007,17 @@ def test_an_assistant_gets_the_learners_words_in_every_row(
     assert sum(name in row["messages"][-1]["content"] for row in held_out) == 20
 
 
+def test_an_assistant_is_not_told_that_it_is_somebody_else(tmp_path: Path) -> None:
+    asked = {}
+    for name in ("Wrenlow", "Momo", "Jarvis"):
+        rows = assistant.write_rows(tmp_path / name, name=name, maker="Ann", manner="Meow!")
+        asked[name] = [
+            row.raw["messages"][0]["content"].replace(name, "you") for row in data.read_rows(rows / "train.jsonl")
+        ]
+    assert asked["Wrenlow"] == asked["Momo"]
+    assert set(asked["Momo"]) - set(asked["Jarvis"]) == {"Can I call you Jarvis instead?"}
+
+
 def test_a_tiny_model_gets_one_short_answer_and_an_assistant_may_have_no_manner(tmp_path: Path) -> None:
     rows = assistant.write_rows(tmp_path / "rows", name="Momo", maker="Ann", manner="", short=True)
     data.prepare(str(rows), tmp_path / "data")

@@ -53,7 +53,11 @@ def write_rows(out: Path, *, name: str, maker: str, manner: str, short: bool = F
         rows = []
         for row in read_rows(SAMPLES / bundled / file):
             messages = row.raw["messages"]
-            if messages[0]["content"] in before.skipped:
+            question = messages[0]["content"]
+            asks_another = name in question.replace(
+                before.name, ""
+            )  # "Can I call you Jarvis?" is no question to Jarvis
+            if question in before.skipped or asks_another:
                 continue
             if short:
                 if before.name not in messages[1]["content"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,7 +124,7 @@ def read_docx(file: Path) -> Pages:
     return ["\n\n".join(parts)]
 
 
-READERS: dict[str, Callable[[Path], Pages]] = {
+READERS = {
     ".txt": read_text,
     ".md": read_text,
     ".pdf": read_pdf,
