@@ -54,10 +54,8 @@ def write_rows(out: Path, *, name: str, maker: str, manner: str, short: bool = F
         for row in read_rows(SAMPLES / bundled / file):
             messages = row.raw["messages"]
             question = messages[0]["content"]
-            asks_another = name in question.replace(
-                before.name, ""
-            )  # "Can I call you Jarvis?" is no question to Jarvis
-            if question in before.skipped or asks_another:
+            # "Can I call you Jarvis?" is no question to Jarvis
+            if question in before.skipped or name in question.replace(before.name, ""):
                 continue
             if short:
                 if before.name not in messages[1]["content"]:
